@@ -111,7 +111,7 @@ class Linear(nnx.Module):
         stack = ()
         if isinstance(weight, LayerOf):
             fused["layer"], weight = weight.index, weight.stack
-            stack = weight.shape[:1]  # of an array
+            stack = weight.shape[:1]  # unused if it is quantised
         if "gate" not in fused:
             if not isinstance(weight, QTensor):
                 weight = weight.reshape(*stack, weight.shape[len(stack)], -1)

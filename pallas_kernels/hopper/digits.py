@@ -25,7 +25,19 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, memref, vector
 
 from fdjax.pallas_kernels.bricks import BITS, BRICK
-from fdjax.pallas_kernels.hopper.fragments import constant, element, i32, loaded_words, ptx
+from fdjax.pallas_kernels.hopper.coding import Coding
+from fdjax.pallas_kernels.hopper.fragments import (
+    constant,
+    element,
+    elements,
+    fma,
+    halves_of,
+    i32,
+    index,
+    loaded_words,
+    ptx,
+    warp_and_lane,
+)
 from fdjax.pallas_kernels.hopper.reduction import COLUMNS, all_over_rows
 from fdjax.pallas_kernels.hopper.tiles import LAYOUT
 
@@ -43,7 +55,6 @@ _MULTIPLY = (
     "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 "
     "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
 )
-_ADD_PRODUCT = "fma.rn.f32 $0, $1, $2, $3;"
 
 
 def places(rows: int) -> int:
@@ -108,8 +119,8 @@ def _put(target: Any, eights: list[Array], largest: list[Array]) -> None:
     )
     def run(_, target, *arrays):
         n = len(arrays) // 3
-        halves = _halves_of(target)
-        warp, lane = _warp_and_lane()
+        halves = halves_of(target, ir.IntegerType.get_signless(16))
+        warp, lane = warp_and_lane()
         row, column = arith.divui(lane, constant(4)), arith.remui(lane, constant(4))
         # Two successive bytes: rows r and r + 8 of the warp's 16 rows.
         own = arith.addi(arith.muli(warp, constant(8)), row)
@@ -128,10 +139,10 @@ def _put(target: Any, eights: list[Array], largest: list[Array]) -> None:
                 at = arith.addi(arith.muli(first, constant(2)), own)
                 for digit, bytes_ in enumerate(zip(*pairs, strict=True)):
                     place_at = arith.addi(at, constant(2 * DIGIT_WORDS * digit))
-                    memref.store(_two_bytes(*bytes_), halves, [_index(place_at)])
+                    memref.store(_two_bytes(*bytes_), halves, [index(place_at)])
                 bits = mgpu_utils.bitcast(element(scale.registers.flat[0], odd), i32())
                 at = arith.addi(first, constant(_SCALE))
-                memref.store(bits, mgpu_utils.memref_fold(target, 0, 2), [_index(at)])
+                memref.store(bits, mgpu_utils.memref_fold(target, 0, 2), [index(at)])
 
     run(target, *eights, *scales, *inverses)
 
@@ -179,7 +190,7 @@ def multiplied_digits(
         for i, (brick, total) in enumerate(zip(bricks, totals, strict=True)):
             lefts = _LEFT[kind](loaded_words(brick, kind, 0, 4))
             factors = scales_of[i] if scales else [None] * 2
-            registers = [_elements(register) for register in total.registers.flat]
+            registers = [elements(register) for register in total.registers.flat]
             for tile, (right, of_row) in enumerate(zip(rights, of_rows, strict=True)):
                 sums = _products(lefts, right)
                 eight, odd = divmod(tile, 2)
@@ -188,10 +199,10 @@ def multiplied_digits(
                     if zeros:
                         middle = mgpu_utils.c(float(2 ** (BITS[kind] - 1)), ir.F32Type.get())
                         below = arith.subf(middle, zeros_of[i][row])
-                        value = _fma(below, of_x[tile], value)
+                        value = fma(below, of_x[tile], value)
                     scale = of_row if factor is None else arith.mulf(of_row, factor)
                     pair = registers[2 * eight + row]
-                    pair[odd] = _fma(value, scale, pair[odd])
+                    pair[odd] = fma(value, scale, pair[odd])
             pair = ir.VectorType.get((2,), ir.F32Type.get())
             registers = [vector.from_elements(pair, values) for values in registers]
             results.append(
@@ -221,7 +232,7 @@ def _right_operands(
     x: ir.Value, tiles: int, factor: float
 ) -> tuple[list[tuple[ir.Value, ...]], list[ir.Value]]:
     """For each 8 places: digits as right operands, and s of a thread's row times a factor."""
-    _, lane = _warp_and_lane()
+    _, lane = warp_and_lane()
     # ldmatrix loads four matrices of 8 places and 16 columns. Each lane names one place of one.
     of_matrix, matrix = arith.remui(lane, constant(8)), arith.divui(lane, constant(8))
     own = arith.addi(
@@ -239,7 +250,7 @@ def _right_operands(
                 _LOAD, address, result_types=[i32()] * 4, has_side_effects=True, convergent=True
             )
         )
-        at = _index(arith.addi(column, constant(first + _SCALE)))
+        at = index(arith.addi(column, constant(first + _SCALE)))
         scale = mgpu_utils.bitcast(memref.load(words, [at]), ir.F32Type.get())
         of_rows.append(arith.mulf(scale, mgpu_utils.c(factor, ir.F32Type.get())))
     return rights, of_rows
@@ -277,11 +288,6 @@ def _digits(value: ir.Value) -> tuple[ir.Value, ir.Value]:
     return high, arith.subi(whole, arith.shli(high, constant(_BASE_BITS)))
 
 
-def _fma(a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
-    """a · b + c in fp32."""
-    return mgpu_utils.inline_ptx(_ADD_PRODUCT, a, b, c, result_types=ir.F32Type.get())
-
-
 def _whole(high: ir.Value, low: ir.Value) -> ir.Value:
     """128 · high + low in fp32."""
     whole = arith.addi(arith.shli(high, constant(_BASE_BITS)), low)
@@ -294,27 +300,4 @@ def _two_bytes(first: ir.Value, second: ir.Value) -> ir.Value:
     return arith.trunci(ir.IntegerType.get_signless(16), both)
 
 
-def _halves_of(words: ir.Value) -> ir.Value:
-    """A flat view of int32 words in 16 bits."""
-    kind = ir.MemRefType(words.type)
-    halves = ir.MemRefType.get(
-        (2 * int(np.prod(kind.shape)),),
-        ir.IntegerType.get_signless(16),
-        memory_space=kind.memory_space,
-    )
-    return mgpu_utils.ptr_as_memref(mgpu_utils.memref_ptr(words), halves)
-
-
-def _warp_and_lane() -> tuple[ir.Value, ir.Value]:
-    """Index of the warp in its warpgroup, and of the thread in its warp."""
-    thread = mgpu_utils.thread_idx()
-    warp = arith.remui(arith.divui(thread, constant(32)), constant(4))
-    return warp, arith.remui(thread, constant(32))
-
-
-def _elements(register: ir.Value) -> list[ir.Value]:
-    return [element(register, i) for i in range(2)]
-
-
-def _index(value: ir.Value) -> ir.Value:
-    return arith.index_cast(ir.IndexType.get(), value)
+DIGITS = Coding(DIGIT_WORDS, 2, places, place, as_digits, put_digits, multiplied_digits)

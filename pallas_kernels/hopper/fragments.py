@@ -318,6 +318,37 @@ def and_or(word: ir.Value, mask: int, base: ir.Value) -> ir.Value:
     return ptx("lop3.b32 $0, $1, $2, $3, 0xEA", word, constant(mask), base)
 
 
+def fma(a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
+    """a · b + c in fp32."""
+    code = "fma.rn.f32 $0, $1, $2, $3;"
+    return mgpu_utils.inline_ptx(code, a, b, c, result_types=ir.F32Type.get())
+
+
+def elements(register: ir.Value) -> list[ir.Value]:
+    """Both elements of a pair."""
+    return [element(register, i) for i in range(2)]
+
+
+def index(value: ir.Value) -> ir.Value:
+    """A word as an index."""
+    return arith.index_cast(ir.IndexType.get(), value)
+
+
+def warp_and_lane() -> tuple[ir.Value, ir.Value]:
+    """Index of the warp in its warpgroup, and of the thread in its warp."""
+    thread = mgpu_utils.thread_idx()
+    warp = arith.remui(arith.divui(thread, constant(32)), constant(4))
+    return warp, arith.remui(thread, constant(32))
+
+
+def halves_of(words: ir.Value, dtype: ir.Type) -> ir.Value:
+    """A flat view of int32 words as values of 16 bits."""
+    kind = ir.MemRefType(words.type)
+    size = 2 * int(np.prod(kind.shape))
+    halves = ir.MemRefType.get((size,), dtype, memory_space=kind.memory_space)
+    return mgpu_utils.ptr_as_memref(mgpu_utils.memref_ptr(words), halves)
+
+
 def _pair_type(dtype: Any) -> str:
     return "bf16x2" if dtype == jnp.bfloat16 else "f16x2"
 

@@ -39,8 +39,13 @@ def _weight(key, kind, group, shape, zeros):
 
     def one(key):
         codes, exponents, middles = jax.random.split(key, 3)
-        codes = jax.random.randint(codes, shape, 0, 2 ** BITS[kind], jnp.int32)
-        size = round(np.log2(shape[0] ** 0.5 * 2 ** BITS[kind] / 4))
+        if kind == "fp8":
+            values = jax.random.normal(codes, shape).astype(jnp.float8_e4m3fn)
+            codes = lax.bitcast_convert_type(values, jnp.uint8)
+            size = round(np.log2(shape[0] ** 0.5))
+        else:
+            codes = jax.random.randint(codes, shape, 0, 2 ** BITS[kind], jnp.int32)
+            size = round(np.log2(shape[0] ** 0.5 * 2 ** BITS[kind] / 4))
         exponents = jax.random.randint(exponents, plain.scales.shape, -2, 1) - size
         scales = jnp.exp2(exponents.astype(jnp.float32)).astype(jnp.bfloat16)
         made = dataclasses.replace(plain, words=pack(codes, kind), scales=scales)
@@ -89,6 +94,10 @@ CASES = [
     (8, "int4", 64, True, SMALL),
     (5, "int8", None, False, SMALL),
     (3, "int8", 64, True, SMALL),
+    (1, "fp8", None, False, LLAMA2_7B),
+    (8, "fp8", 128, False, SMALL),
+    (3, "fp8", None, False, SMALL),
+    (16, "fp8", 64, False, QWEN25_1B),
     (16, "int4", 128, False, LLAMA2_7B),
     (2, "int4", 128, False, QWEN25_1B),
     (16, "int4", 64, False, QWEN25_1B),
@@ -98,15 +107,22 @@ _run = functools.partial(layers_mosaic, eps=1e-5, gate="silu", scale=128**-0.5)
 
 @pytest.mark.deviceless
 @pytest.mark.parametrize(
-    ("zeros", "int8"),
-    [(False, False), (True, False), pytest.param(True, True, marks=pytest.mark.soak)],
+    ("kind", "zeros", "int8"),
+    [
+        ("int4", False, False),
+        ("int4", True, False),
+        ("fp8", False, False),
+        pytest.param("int4", True, True, marks=pytest.mark.soak),
+    ],
 )
-def test_compiles_in_place_and_fits_into_the_instruction_cache(zeros, int8, monkeypatch, capfd):
+def test_compiles_in_place_and_fits_into_the_instruction_cache(
+    kind, zeros, int8, monkeypatch, capfd
+):
     from deviceless import alias_bytes, code_bytes, compile_for, large_copies
 
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTX", "1")
 
-    shape = (1, "int4", 128, zeros)
+    shape = (1, kind, 128, zeros)
     state, _, packed = jax.eval_shape(lambda: _operands(*shape, **LLAMA2_7B))
     x, *caches, rest = *state[:3], state[3:]
     if int8:
@@ -134,6 +150,7 @@ def test_compiles_in_place_and_fits_into_the_instruction_cache(zeros, int8, monk
         (WeightFormat("int4", 128, zeros=True, layout=BRICKS), False, "mosaic_gpu"),
         # Nothing was measured.
         (WeightFormat("int8", 64, layout=BRICKS), False, "xla"),
+        (WeightFormat("fp8", 128, layout=BRICKS), False, "xla"),
         # The kernel cannot do these.
         (WeightFormat("int4", 32, layout=BRICKS), False, "xla"),
         (WeightFormat("int4", 128), False, "xla"),

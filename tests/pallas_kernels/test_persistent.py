@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import pytest
 
-from fdjax.pallas_kernels.hopper.digits import places
 from fdjax.pallas_kernels.hopper.persistent.block import Block
 from fdjax.pallas_kernels.hopper.persistent.linear_layers import after_attention, products_memory
 from fdjax.pallas_kernels.hopper.persistent.memory import Packing, with_rings
@@ -36,10 +35,10 @@ def test_what_the_other_block_has_sent_is_counted(counts, rank):
 
 
 @pytest.mark.parametrize("rows", [1, 8, 16])
-@pytest.mark.parametrize(("kind", "group"), [("int4", 128), ("int8", None)])
+@pytest.mark.parametrize(("kind", "group"), [("int4", 128), ("int8", None), ("fp8", 64)])
 def test_a_tile_never_waits_for_more_of_x_than_its_ring_has(rows, kind, group):
     padded = -(-rows // 8) * 8
-    packing = Packing(kind, group, jnp.dtype("bfloat16"), 48 // padded, places(rows))
+    packing = Packing(kind, group, jnp.dtype("bfloat16"), 48 // padded, rows)
     for k in range(2, 513, 2):
         stages = after_attention(
             width=1024, heads=64 * k, hidden=64 * k, gate="silu", eps=0.0, packing=packing
@@ -47,7 +46,7 @@ def test_a_tile_never_waits_for_more_of_x_than_its_ring_has(rows, kind, group):
         memory = products_memory(stages, rows=padded, width=1024, dtype=jnp.dtype("bfloat16"))
         copies = max(stage.copies for stage in stages)
         rings = with_rings(memory, padded, jnp.dtype("bfloat16"), copies, packing)
-        ring = rings["digits"].shape[0]
+        ring = rings["coded"].shape[0]
         for stage in stages:
             at_once = stage.slots_at_once(ring)
             assert at_once < ring and (stage.deep // 2) % at_once == 0

@@ -9,6 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fdjax.pallas_kernels.hopper import MULTIPROCESSORS
+from fdjax.pallas_kernels.hopper.coding import Coding
 from fdjax.pallas_kernels.hopper.conditional import stay_rolled, when
 from fdjax.pallas_kernels.hopper.persistent import counters
 from fdjax.pallas_kernels.hopper.persistent.sizes import (
@@ -71,7 +72,7 @@ class Block:
       zero: a traced 0. A slice that starts here may reach past the end of an array, where TMA
         fills in zeros.
       padded: rows of x, rounded up to a multiple of 8.
-      digits: whether x comes in digits, see `digits`.
+      coding: how x is held, or None if it is held as it is.
       x_bricks: number of bricks of columns in a slot of the ring of x.
       rows: the slice that selects all `padded` rows.
       columns: number of rows of x that somebody needs.
@@ -88,6 +89,7 @@ class Block:
         layers: int,
         config: Any,
         columns: int,
+        coding: Coding | None = None,
         computing: int = 1,
         words: dict[str, int] | None = None,
     ):
@@ -99,10 +101,9 @@ class Block:
         self.words = words or {}
         _, self.padded, _ = smem["residual"].shape
         self.dtype = smem["residual"].dtype
-        self.digits = "digits" in smem
-        self.columns = columns
-        self._x = smem["digits" if self.digits else "x"]
-        self.x_slots, self.x_bricks = self._x.shape[0], 2 if self.digits else 1
+        self.columns, self.coding = columns, coding
+        self._x = smem["coded" if coding else "x"]
+        self.x_slots, self.x_bricks = self._x.shape[0], 2 if coding else 1
         self.rows = pl.ds(pl.multiple_of(self.zero, 8), self.padded)
         self._slots = smem["w"].shape[0]
         self._copies = max(stage.copies for stage in stages)
@@ -226,7 +227,7 @@ class Block:
         plgpu.copy_gmem_to_smem(source, target, self.smem["x_arrived"].at[slot])
         return loaded + 1
 
-    # The ring of new tokens, if x comes in digits.
+    # The ring of new tokens, if x is coded.
 
     def bring_token(self, at: Array, source: Any) -> None:
         """Request new token number `at`, counted since the kernel began."""

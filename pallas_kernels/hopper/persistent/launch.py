@@ -19,7 +19,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fdjax.pallas_kernels.hopper.conditional import when
-from fdjax.pallas_kernels.hopper.digits import places
 from fdjax.pallas_kernels.hopper.persistent import handover
 from fdjax.pallas_kernels.hopper.persistent.block import Block
 from fdjax.pallas_kernels.hopper.persistent.memory import (
@@ -81,7 +80,7 @@ def launch(
         )
     padded = -(-rows // 8) * 8
     # `rows` may be padded.
-    one_row = words or rows == 1 or (packing and packing.places == places(1))
+    one_row = words or rows == 1 or (packing and packing.rows == 1)
     columns = 1 if one_row else padded
     scratch = with_rings(memory, padded, operands["x"].dtype, copies, packing, codes)
 
@@ -101,6 +100,7 @@ def launch(
             layers=layers,
             config=config,
             columns=columns,
+            coding=packing and packing.coding,
             computing=computing,
             words=words,
         )

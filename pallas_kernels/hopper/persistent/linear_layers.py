@@ -7,7 +7,6 @@ import jax.numpy as jnp
 
 from fdjax.pallas_kernels.dispatch import Shape, needs_half
 from fdjax.pallas_kernels.hopper import MULTIPROCESSORS
-from fdjax.pallas_kernels.hopper.digits import DIGIT_WORDS
 from fdjax.pallas_kernels.hopper.persistent import handover
 from fdjax.pallas_kernels.hopper.persistent.exchange import ROUNDS, Exchange
 from fdjax.pallas_kernels.hopper.persistent.memory import NO_MEMORY, Memory, Packing, with_rings
@@ -111,9 +110,8 @@ def products_memory(
     if packed:
         sums = {"sums": handover.places(most, rows)}
         pieces = max(stage.wide for stage in stages if stage.results)
-        places = stages[0].packing.places
         made = {
-            "made": ((pieces, places, DIGIT_WORDS), jnp.int32),  # digits of results
+            "made": ((pieces, *stages[0].packing.brick_of_x), jnp.int32),  # coded results
             "largest": ((4 * pieces * rows,), jnp.float32),
         }
     return Memory(

@@ -1,13 +1,16 @@
 """The shared memory of a block."""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fdjax.pallas_kernels.bricks import brick_words
-from fdjax.pallas_kernels.hopper.digits import DIGIT_WORDS
+from fdjax.pallas_kernels.hopper.coding import Coding
+from fdjax.pallas_kernels.hopper.digits import DIGITS
+from fdjax.pallas_kernels.hopper.halves import HALVES
 from fdjax.pallas_kernels.hopper.persistent import handover
 from fdjax.pallas_kernels.hopper.persistent.sizes import (
     BRICK,
@@ -20,7 +23,7 @@ from fdjax.pallas_kernels.hopper.persistent.sizes import (
 from fdjax.pallas_kernels.hopper.tiles import matrix, shared_bytes
 from fdjax.pallas_kernels.quantised import BITS
 
-_DIGIT_BYTES = 24 * 1024  # of the ring of digits, if that is enough for six slots
+_CODED_BYTES = 24 * 1024  # of the ring of bricks of x, if that is enough for six slots
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,11 +56,11 @@ class Packing:
     """How the weights of a kernel are quantised.
 
     Attributes:
-      kind: "int4" | "int8".
+      kind: "int4" | "int8" | "fp8".
       group: number of rows that share a scale, or None for one scale per column.
       scales: dtype of the scales.
       wide: largest number of columns of a product's tile, in bricks.
-      places: places of the digits of a brick of x, see `digits`.
+      rows: number of rows of x.
       zeros: whether each group has a zero, beside its scale.
     """
 
@@ -65,8 +68,18 @@ class Packing:
     group: int | None
     scales: Any
     wide: int
-    places: int
+    rows: int
     zeros: bool = False
+
+    @property
+    def coding(self) -> Coding:
+        """How x is held."""
+        return HALVES if self.kind == "fp8" else DIGITS
+
+    @property
+    def brick_of_x(self) -> tuple[int, int]:
+        """Shape of the words of a brick of x."""
+        return self.coding.places(self.rows), self.coding.words
 
     @property
     def factors(self) -> tuple[str, ...]:
@@ -99,8 +112,8 @@ def with_rings(
 ) -> dict[str, Any] | None:
     """Scratch of a kernel: `memory`, a ring of bricks of x, and a ring of tiles in the rest.
 
-    With packed weights, "digits" [slots,2,places,20] is the ring of bricks of x, and "token" a ring
-    for queries, key and value of a new token.
+    With packed weights, "coded" [slots,2,places,words] is the ring of bricks of x, see `Coding`,
+    and "token" a ring for queries, key and value of a new token.
 
     Args:
       memory: memory that the stages need.
@@ -121,9 +134,10 @@ def with_rings(
     x_slots = X_SLOTS
     if packing:
         matrices["token"] = (TOKEN_SLOTS, PARTS, 2 * BRICK), dtype
-        x_slots = max(_DIGIT_BYTES // (2 * packing.places * DIGIT_WORDS * 4), 6)
+        brick = packing.brick_of_x
+        x_slots = max(_CODED_BYTES // (2 * math.prod(brick) * 4), 6)
         x_slots = min(x_slots, X_SLOTS)
-        vectors["digits"] = (x_slots, 2, packing.places, DIGIT_WORDS), jnp.int32
+        vectors["coded"] = (x_slots, 2, *brick), jnp.int32
         barriers["token_arrived"] = plgpu.Barrier(num_barriers=TOKEN_SLOTS)
         barriers["token_used"] = plgpu.Barrier(num_arrivals=users, num_barriers=TOKEN_SLOTS)
     else:

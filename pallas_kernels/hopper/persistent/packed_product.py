@@ -1,10 +1,10 @@
 """A linear layer with quantised weights as a stage of a persistent kernel.
 
-Packed bricks arrive in the ring of weights and are unpacked to int8 in registers, while the tensor
-cores multiply other bricks. x comes in int8 as well, see `digits`. Scales are applied to the sums
-of each brick, in fp32. One warpgroup cannot unpack as fast as memory delivers: instructions of a
-warp wait for each other. So two share the bricks of a tile, and one hands its sums to the other
-through shared memory.
+Packed bricks arrive in the ring of weights. They are unpacked in registers, to int8, or to float16
+if they are in fp8, while the tensor cores multiply other bricks. x comes in the same type, see
+`digits` and `halves`. Scales are applied to the sums of each brick, in fp32. One warpgroup cannot
+unpack as fast as memory delivers: instructions of a warp wait for each other. So two share the
+bricks of a tile, and one hands its sums to the other through shared memory.
 """
 
 import dataclasses
@@ -18,7 +18,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fdjax.pallas_kernels.hopper.conditional import when
-from fdjax.pallas_kernels.hopper.digits import multiplied_digits, put_digits
 from fdjax.pallas_kernels.hopper.persistent import handover
 from fdjax.pallas_kernels.hopper.persistent.block import Block, Copies, Layer, Pair, bricks
 from fdjax.pallas_kernels.hopper.persistent.memory import Packing
@@ -94,11 +93,11 @@ class PackedProduct(Product):
         return block.gmem[self.x].at[pl.ds(2 * at, 2)]
 
     def _put(self, block: Block, name: str, first: Array, values: list[Array]) -> Copies:
-        """As for `Product`, but results that later products read are put in digits."""
+        """As for `Product`, but results that later products read are coded."""
         if name not in self.results:
             return super()._put(block, name, first, values)
         sources = [block.smem["made"].at[c] for c in range(len(values))]
-        put_digits(sources, values, block.smem["largest"])
+        self.packing.coding.put(sources, values, block.smem["largest"])
         return [(source, block.gmem[name].at[first + c]) for c, source in enumerate(sources)]
 
     def _multiply(
@@ -179,8 +178,8 @@ class PackedProduct(Product):
                     name: factors(name, slot, lax.div(first * BRICK, group))
                     for name in self.packing.factors
                 }
-                x = smem["digits"].at[x_slot, odd]
-                totals = multiplied_digits(totals, words, x, self.packing.kind, **of_group)
+                x, kind = smem["coded"].at[x_slot, odd], self.packing.kind
+                totals = self.packing.coding.multiplied(totals, words, x, kind, **of_group)
             for x_slot in of_x:
                 plgpu.barrier_arrive(smem["x_used"].at[x_slot])
             return totals

@@ -5,8 +5,8 @@ layer after the other. Between two of them is a barrier of all blocks; one row i
 instead, see `persistent.words`. One warpgroup computes, or two if weights or caches are quantised.
 One loads the inputs of products. One loads weights, keys and values through a single ring. These
 do not depend on the results of other blocks, so their loads continue while blocks wait for each
-other. See `chain_mosaic` for the products, `heads` for attention, `digits` for the activations
-beside quantised weights.
+other. See `chain_mosaic` for the products, `heads` for attention, `digits` and `halves` for the
+activations beside quantised weights.
 
 Weights and caches are stacked over the layers: separate arrays would need hundreds of descriptors.
 """
@@ -21,7 +21,6 @@ from fdjax.pallas_kernels.attention.cache import cache_features, features_of
 from fdjax.pallas_kernels.attention.hopper.cache_row import by_name, check_pages
 from fdjax.pallas_kernels.attention.operands import row_slots, slots_are_tiled
 from fdjax.pallas_kernels.dispatch import Capability, Implementation, Shape
-from fdjax.pallas_kernels.hopper.digits import DIGIT_WORDS, as_digits, places
 from fdjax.pallas_kernels.hopper.persistent import words
 from fdjax.pallas_kernels.hopper.persistent.counters import new_counters
 from fdjax.pallas_kernels.hopper.persistent.exchange import new_inbox
@@ -89,9 +88,12 @@ def layers_mosaic(
     width, dtype = x.shape[1], x.dtype
     x = jnp.pad(x, ((0, -m % 8), (0, 0)))
     x32 = x.astype(jnp.float32)
-    packed = isinstance(weights.out, QTensor)
+    packing = _packing(weights, m)
     next_x = x32 * weights.attention_norm[:1].astype(jnp.float32)
-    next_x = as_digits(next_x[: 1 if m == 1 else None]) if packed else next_x.astype(dtype)
+    if packing:
+        next_x = packing.coding.coded(next_x[: 1 if m == 1 else None])
+    else:
+        next_x = next_x.astype(dtype)
     squares = (x32 * x32).reshape(len(x), width // BRICK, BRICK).sum(axis=2).T
     k, v = (jax.tree.map(jax.new_ref, cache) for cache in (k, v))
     operands = {
@@ -117,7 +119,7 @@ def layers_mosaic(
     sizes = {
         "heads": weights.out.shape[-2],
         "hidden": weights.down.shape[-2],
-        "n": math.prod(weights.qkv.shape[1:] if packed else weights.qkv.shape[2:]),
+        "n": math.prod(weights.qkv.shape[1:] if packing else weights.qkv.shape[2:]),
     }
     x = _launch(
         operands,
@@ -127,7 +129,7 @@ def layers_mosaic(
         gate=gate,
         eps=eps,
         scale=scale,
-        packing=_packing(weights, m),
+        packing=packing,
         ranks=ranks,
         config=config,
     )
@@ -158,7 +160,7 @@ def _packing(weights, rows) -> Packing | None:
 def _packing_of(kind: str, group: int, scales, rows: int, zeros: bool) -> Packing:
     # Sums of more columns would not fit into registers.
     wide = 48 // (-(-rows // 8) * 8)
-    return Packing(kind, group or None, jnp.dtype(scales), wide, places(rows), zeros)
+    return Packing(kind, group or None, jnp.dtype(scales), wide, rows, zeros)
 
 
 def _launch(operands, *, rows, slots, sizes, gate, eps, scale, packing, ranks, config):
@@ -213,7 +215,7 @@ def _launch(operands, *, rows, slots, sizes, gate, eps, scale, packing, ranks, c
         }
         if packing:
             for name, columns in {"o": heads, "mlp_x": width, "hidden": hidden}.items():
-                results[name] = (columns // BRICK, packing.places, DIGIT_WORDS), jnp.int32
+                results[name] = (columns // BRICK, *packing.brick_of_x), jnp.int32
     if ranks > 1:
         operands["inbox"] = new_inbox(ranks, padded, width)
     if (clusters := stages[1].clusters) > 1:
@@ -227,7 +229,7 @@ def _launch(operands, *, rows, slots, sizes, gate, eps, scale, packing, ranks, c
     made = launch(
         *("layers_kernel", operands, results, stages),
         layers=layers,
-        memory=memory | heads_memory(dtype, int8, sends_words, bool(packing)),
+        memory=memory | heads_memory(dtype, int8, sends_words, packing and packing.coding),
         config=config,
         registers=registers,
         approx_math=True,
@@ -300,7 +302,7 @@ def _fits(shape: Shape) -> str | None:
     sizes = m, width, heads, hidden, n, shape["hkv"], parts - 2, shape["s"]
     stages = _stages(*sizes, gate="silu", eps=0.0, scale=1.0, packing=packing)
     # An int8 cache takes at least as much.
-    others = heads_memory(jnp.bfloat16, int8=True, digits=bool(packing))
+    others = heads_memory(jnp.bfloat16, int8=True, coding=packing and packing.coding)
     return room_for(stages, rows=m, width=width, others=others, packing=packing)
 
 
@@ -342,7 +344,8 @@ LAYERS_HOPPER = Implementation(
     *("decode_layers", "mosaic_gpu", layers_mosaic),
     # Features of a decoder block. The kernel uses a running maximum and ignores φ.
     can=frozenset({"attention.rope", "attention.phi", "attention.unified", "tensor_parallel"})
-    | {"weight.int4", "weight.int8", "weight.zeros", f"weight.layout.{BRICKS}"}
+    | {"weight.int4", "weight.int8", "weight.fp8", "weight.zeros", f"weight.layout.{BRICKS}"}
+    | {"weight.fp8_activations"}  # which may be in fp8, but need not
     | cache_features("int8"),
     fits=_fits,
     heuristic=_heuristic,

@@ -33,8 +33,8 @@ from fdjax.pallas_kernels.hopper.codes import (
     multiplied,
     transposed_codes,
 )
+from fdjax.pallas_kernels.hopper.coding import Coding
 from fdjax.pallas_kernels.hopper.conditional import cond, when
-from fdjax.pallas_kernels.hopper.digits import DIGIT_WORDS, place, places, put_digits
 from fdjax.pallas_kernels.hopper.fragments import loaded_right
 from fdjax.pallas_kernels.hopper.persistent import exchange, handover, words
 from fdjax.pallas_kernels.hopper.persistent.block import Block, Layer, Pair, bricks
@@ -55,7 +55,7 @@ _SCORES = _SCALES + PARTS
 class Heads(Stage):
     """Attention of queries, key and value "y" [M,Hkv,G+2,D], with the result "o" [M,Hkv,G,D].
 
-    If products need x in digits, so is "o" [Hkv·G·D/64,places,20].
+    If products need x coded, so is "o" [Hkv·G·D/64,places,words], see `Coding`.
 
     "k" and "v" [L,M,Hkv,S,D], or pools of "pages" [M,N], hold the keys and values of earlier
     tokens; "lengths" [M] has their numbers. "cos" and "sin" [M,D/2] rotate queries and key. With
@@ -188,7 +188,7 @@ class Heads(Stage):
             row, head = self._head(block, i)
             # TMA zero-fills missing parts.
             source = block.gmem["y"].at[row, head, pl.ds(block.zero, PARTS)]
-            if block.digits:
+            if block.coding:
                 block.bring_token(layer * mine + i, source)
                 return loaded
             for half in range(2):
@@ -242,12 +242,12 @@ class Heads(Stage):
 
         def one(i, carry):
             (w_used, x_used), (filled, cos, sin, *scales) = carry
-            at = layer * mine + i if block.digits else x_used
+            at = layer * mine + i if block.coding else x_used
             self._receive(block, cos, sin, self._token(block, at))
             following = fetch(i + 1)
             before = functools.partial(arrive, i - 1)
             self._attend(block, layer, i, filled, w_used, scales, before)
-            x_used += 0 if block.digits else 2
+            x_used += 0 if block.coding else 2
             return (w_used + self._cache_tiles(block, i, filled)[1], x_used), following
 
         used, _ = lax.fori_loop(0, mine, one, (used, fetch(jnp.int32(0))))
@@ -262,7 +262,7 @@ class Heads(Stage):
     def _token(self, block, at) -> list[Array]:
         """Halves [64, 8] of queries, key and value, from place `at` of their ring on."""
         smem = block.smem
-        if block.digits:
+        if block.coding:
             slot = lax.rem(at, TOKEN_SLOTS)
             plgpu.barrier_wait(smem["token_arrived"].at[slot])
             halves = [load(smem["token"].at[slot, :, bricks(half, 1)].T) for half in range(2)]
@@ -403,8 +403,8 @@ class Heads(Stage):
                 values, flag = values.astype(block.dtype), words.flag_of(layer)
                 words.send(block.gmem["words"], first, values, flag, self.group, HEAD_DIM)
             return
-        if block.digits:
-            self._store_digits(block, row, head, results)
+        if block.coding:
+            self._store_coded(block, row, head, results)
             return
         for half, values in enumerate(results):
             put(block.smem["o"].at[half], values)
@@ -413,17 +413,18 @@ class Heads(Stage):
             target = block.gmem["o"].at[row, head, pl.ds(block.zero, PARTS), bricks(half, 1)]
             plgpu.copy_smem_to_gmem(block.smem["o"].at[half], target)
 
-    def _store_digits(self, block, row, head, results) -> None:
-        """Begin to store the result of a KV head in digits."""
-        made = block.smem["o_digits"]
-        put_digits([made.at[half] for half in range(2)], results, _memory(block, 0, 2))
+    def _store_coded(self, block, row, head, results) -> None:
+        """Begin to store the result of a KV head, coded."""
+        made, coding = block.smem["o_coded"], block.coding
+        coding.put([made.at[half] for half in range(2)], results, _memory(block, 0, 2))
         plgpu.commit_smem()
 
         def store(query, _):
             for half in range(2):
                 brick = 2 * (head * self.group + query) + half
-                target = block.gmem["o"].at[brick, pl.ds(place(row), 2)]
-                plgpu.copy_smem_to_gmem(made.at[half, pl.ds(place(query), 2)], target)
+                target = block.gmem["o"].at[brick, pl.ds(coding.place(row), coding.of_row)]
+                source = made.at[half, pl.ds(coding.place(query), coding.of_row)]
+                plgpu.copy_smem_to_gmem(source, target)
 
         lax.fori_loop(0, self.group, store, None)
 
@@ -675,10 +676,10 @@ def new_parts(rows: int, kv_heads: int, clusters: int) -> Any:
 
 
 def heads_memory(
-    dtype: Any, int8: bool = False, sends_words: bool = False, digits: bool = False
+    dtype: Any, int8: bool = False, sends_words: bool = False, coding: Coding | None = None
 ) -> Memory:
-    """Shared memory of `Heads`. `sends_words` and `digits` are properties of `Block`."""
-    results = {} if sends_words or digits else {"o": ((2, PARTS, BRICK), dtype)}
+    """Shared memory of `Heads`. `sends_words` and `coding` are properties of `Block`."""
+    results = {} if sends_words or coding else {"o": ((2, PARTS, BRICK), dtype)}
     if int8:
         token = {"new_codes": ((2, HEAD_DIM), jnp.int8)}
     else:
@@ -693,6 +694,6 @@ def heads_memory(
         vectors=token
         | {"part": handover.places(4, PARTS)}
         | {"reduced": ((4 * WORDS + 2 * PARTS,), jnp.float32)}
-        | ({"o_digits": ((2, places(PARTS), DIGIT_WORDS), jnp.int32)} if digits else {}),
+        | ({"o_coded": ((2, coding.places(PARTS), coding.words), jnp.int32)} if coding else {}),
         barriers={"q_made": 1, "handed_over": 1},
     )
