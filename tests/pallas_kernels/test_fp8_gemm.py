@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from fdjax.pallas_kernels.bricks import pack_bricks
 from fdjax.pallas_kernels.dispatch import resolve
 from fdjax.pallas_kernels.gemm import MATMUL, matmul
 from fdjax.pallas_kernels.gemm.hopper import fp8_gemm
@@ -197,6 +198,28 @@ def test_rows_are_rounded_as_numpy_does(dtype):
     np.testing.assert_allclose(values[kept], rounded(x[kept]), rtol=1e-6)  # of the scales
 
 
+def test_codes_meet_the_values_of_x_in_their_order():
+    """Products as the tensor cores form them, of the bytes that each thread holds."""
+    rng = np.random.default_rng(0)
+    weight = rng.standard_normal((64, 64)).astype(ml_dtypes.float8_e4m3fn)
+    x = rng.standard_normal(64)
+    words = pack_bricks(jnp.asarray(weight.view(np.uint8)), "fp8")
+    words = np.asarray(words).reshape(2, 128, 4).swapaxes(0, 1).reshape(128, 4, 2).copy()
+    # Of two words, bytes 0, 2, 4, 6 are a register, and 1, 3, 5, 7 another.
+    lefts = words.view(np.uint8).reshape(128, 4, 4, 2).transpose(0, 1, 3, 2).copy()
+    lefts = lefts.view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    ordered = in_fp8_order(x)
+    got = np.zeros(64)
+    for thread in range(128):
+        warp, row, quarter = thread // 32, thread % 32 // 4, thread % 4
+        for sixteen in range(4):  # an instruction takes two of them
+            first = 16 * sixteen + 4 * quarter
+            for column in range(2):
+                product = lefts[thread, sixteen, column] @ ordered[first : first + 4]
+                got[16 * warp + row + 8 * column] += product
+    np.testing.assert_allclose(got, x @ weight.astype(np.float64), atol=1e-12)
+
+
 INTERPRETED = [
     (Case(128, m=136, k=384, n=192, residual=True, bias=True), Fp8GemmConfig(2, 128, 3)),
     (Case(128, m=136, k=256, n=192, residual=True, layer=True), Fp8GemmConfig(4, 64, 2)),
@@ -223,6 +246,7 @@ def _spec(*shape, dtype="bfloat16"):
         (Case(128, m=512, k=4096, n=12288, bias=True, residual=True), Fp8GemmConfig(4)),
         (Case(4096, m=4096, k=4096, n=11008, gate="silu", layer=True), None),
         (Case(11008, m=256, k=11008, n=4096, residual=True), None),
+        (Case(320, m=130, k=320, n=64, gate="silu"), None),
     ],
     ids=str,
 )

@@ -14,6 +14,7 @@ from fdjax.bench.timing import Timing
 from fdjax.cli.main import main
 from fdjax.models import LinearShape, describe, layers_shape, parse_config
 from fdjax.pallas_kernels.gemm import FlatGemmConfig, linear_chain, matmul
+from fdjax.pallas_kernels.gemm.hopper.fp8_gemm import Fp8GemmConfig
 from fdjax.pallas_kernels.gemm.hopper.linear_chain import CHAIN_CANDIDATES
 from fdjax.pallas_kernels.gemm.hopper.packed_gemm import PackedGemmConfig
 from fdjax.pallas_kernels.gemm.hopper.tall_gemm import TallGemmConfig
@@ -341,6 +342,15 @@ def test_quantised_weights_have_the_candidates_of_all_kernels_that_run():
         33: {TallGemmConfig},
         128: {TallGemmConfig},
     }
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_weights_in_fp8_have_the_candidates_of_the_kernel_that_would_run(allowed):
+    weight = WeightFormat("fp8", 4096, layout="bricks", fp8_activations=allowed)
+    shape = LinearShape(4096, 4096, weight=weight)
+    kernels = {m: {type(config) for config in tune.candidates(shape, m)} for m in (64, 65, 512)}
+    more = {Fp8GemmConfig} if allowed else {TallGemmConfig}
+    assert kernels == {64: {TallGemmConfig}, 65: more, 512: more}
 
 
 def test_weights_beyond_the_device_have_no_candidate():

@@ -151,6 +151,19 @@ def test_activations_are_rounded_only_as_the_checkpoint_says(case, change, want)
     assert {weight.fp8_activations for weight in config.weight_formats} == {want}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("allowed", [True, False])
+def test_load_says_whether_activations_may_be_rounded(allowed):
+    options = {"compilation_cache": False, "progress": False, "fp8_activations": allowed}
+    lm = fdjax.load(FIXTURES / "ct_fp8_channel", **options)
+    assert {weight.fp8_activations for weight in lm.config.weight_formats} == {allowed}
+
+
+def test_load_takes_no_other_answer():
+    with pytest.raises(TypeError, match="fp8_activations must be True or False, got 'no'"):
+        fdjax.load(FIXTURES / "ct_fp8_channel", fp8_activations="no")
+
+
 slow = pytest.mark.slow
 
 
