@@ -21,8 +21,9 @@ from safetensors.numpy import save_file
 import fdjax
 from fdjax.models import CheckpointError, describe, parse_config, weight_map
 from fdjax.pallas_kernels.plan import Plan
-from fdjax.pallas_kernels.quantised import dequantise, is_quantised
+from fdjax.pallas_kernels.quantised import WeightFormat, dequantise, is_quantised
 from fdjax.weights.checkpoint import load_params, quantised_config, read_json
+from fdjax.weights.formats.layer import StoredLinear, fused_format
 from fdjax.weights.formats.scheme import scheme_of
 from fdjax.weights.stored import stored_tensors
 from marks import slow_unless_fast
@@ -149,6 +150,13 @@ def test_activations_are_rounded_only_as_the_checkpoint_says(case, change, want)
             group["input_activations"] = change
     config = quantised_config(FIXTURES / case, parse_config(data), data)
     assert {weight.fp8_activations for weight in config.weight_formats} == {want}
+
+
+def test_layers_that_fuse_round_activations_only_if_all_of_them_do():
+    forms = [WeightFormat("fp8", 64, fp8_activations=allowed) for allowed in (True, True, False)]
+    linears = [StoredLinear((64, 64), (), form, None) for form in forms]
+    assert fused_format(linears[:2]) == forms[0]
+    assert fused_format(linears) == forms[2]
 
 
 @pytest.mark.slow
