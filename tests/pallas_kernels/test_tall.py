@@ -243,6 +243,12 @@ MORE_INTERPRETED = [
     (Case(m=128, k=256, n=320, zeros=True, scales="float16"), TallGemmConfig(4, 128, 2, 3)),
     (Case(m=60, k=192, n=192, gate="gelu", residual=True, bias=True), TallGemmConfig(3, 64, 2, 4)),
     (Case("int8", 64, 49, k=64, n=64, dtype="float16"), TallGemmConfig(2, 64, 2, 2)),
+    # One scale, and one zero, for each column.
+    (
+        Case("int8", 192, 33, k=192, n=64, zeros=True, gate="silu", bias=True, layer=True),
+        TallGemmConfig(1, 64, 2, 2),
+    ),
+    (Case("fp8", 128, 40, k=128, n=128, residual=True), TallGemmConfig(2, 64, 2, 2)),
 ]
 
 
@@ -299,6 +305,9 @@ def _spec(*shape, dtype="bfloat16"):
         (Case(group=128, m=64, k=4096, n=22016, scales="float16"), None),
         (Case(group=128, m=32, k=4096, n=11008, gate="silu"), None),
         (Case("int8", 4096, 16, k=4096, n=12288, layer=True), None),
+        (Case("int8", 4096, 512, k=4096, n=11008, gate="silu"), None),
+        (Case("int8", 11008, 256, k=11008, n=4096, zeros=True, residual=True), None),
+        (Case("fp8", 4096, 512, k=4096, n=12288), None),
         (Case(group=128, m=128, k=4096, n=12288, scales="bfloat16"), None),
         (Case(group=128, m=256, k=11008, n=4096, residual=True), None),
         (Case(group=128, m=512, k=4096, n=11008, gate="silu", norm=True), None),

@@ -153,6 +153,7 @@ class Fp8Tile(TallTile):
     """A block's tile of a product in fp8. The residual comes to where the result leaves from."""
 
     kernel_name = "fp8_gemm_kernel"
+    scales_columns_late = False  # sums are multiplied in any case
 
     def set_warpgroups(self) -> None:
         """Sums of 64 columns and 128 rows take 64 registers; those of a step come on top."""

@@ -6,9 +6,10 @@ work. One copies tiles of x and of the weight into a ring. Each of the others ow
 weights it unpacks into registers while the tensor cores multiply its previous ones. All of them
 read the same tile of x. In `packed_gemm`, each block of 64 columns copies all of x.
 
-Scales multiply the weights, not the sums. So the tensor cores need not stop at the end of a group,
-and only one sum [64, rows] takes registers. A weight has the bits of `dequantise`, with the
-exception that `fragments.dequantised` describes.
+Scales of groups multiply the weights, not the sums. So the tensor cores need not stop at the end of
+a group, and only one sum [64, rows] takes registers. A weight has the bits of `dequantise`, with
+the exception that `fragments.dequantised` describes. A scale of a whole column multiplies its sums
+at the end, which saves two of five instructions for a pair of codes of 8 bits.
 
 If N gives too few blocks, `split` blocks of a cluster share K. Each sends the others their rows of
 its sums, adds what it receives in a fixed order, and stores its own rows.
@@ -32,7 +33,7 @@ from fdjax.pallas_kernels.dispatch import Capability, Implementation, Shape, nee
 from fdjax.pallas_kernels.gemm.hopper.dequantised import group_misfit
 from fdjax.pallas_kernels.hopper import MULTIPROCESSORS
 from fdjax.pallas_kernels.hopper.conditional import when
-from fdjax.pallas_kernels.hopper.fragments import dequantised
+from fdjax.pallas_kernels.hopper.fragments import dequantised, unpacked
 from fdjax.pallas_kernels.hopper.tiles import (
     LAYOUT,
     finished,
@@ -277,12 +278,14 @@ class TallTile:
       block_k, steps: rows of the weight in one step, and steps of this block along K.
       unit: rows of the weight that are unpacked at once.
       shares: rows (first, end) of the tile that each block of the cluster stores.
+      by_column: whether each column has one scale, which multiplies its sums at the end.
       registers: registers of a thread that multiplies, and of one that copies, see `_REGISTERS`.
       gmem, smem: references by name, once the kernel runs.
       column, row: the block's first column of bricks and first row, once the kernel runs.
     """
 
     kernel_name = "tall_gemm_kernel"
+    scales_columns_late = True  # if they have one scale
 
     def __init__(
         self, operands, *, kind, group, gate, activation, dtype, config, interpreted
@@ -304,7 +307,9 @@ class TallTile:
         self.groups = -(-self.block_k // group) + (
             self.block_k % group > 0 and group % self.block_k > 0
         )
-        self.factors = [name for name in ("scales", "zeros") if name in operands]
+        self.by_column = self.scales_columns_late and group >= self.k
+        at_once = () if self.by_column else ("scales",)
+        self.factors = [name for name in (*at_once, "zeros") if name in operands]
         self.gmem, self.smem = {}, {}
 
     def set_warpgroups(self) -> None:
@@ -464,9 +469,9 @@ class TallTile:
         """Multiply a warpgroup's columns, and store their results."""
         own = [warpgroup * self.pieces + piece for piece in range(self.pieces)]
         # Read early, because it takes long.
-        biases = [self._biases(brick) for brick in own]
+        of_columns = [self._of_columns(brick) for brick in own]
         sums = self.sums(warpgroup)
-        results = list(zip(own, itertools.batched(sums, self.parts), biases, strict=True))
+        results = list(zip(own, itertools.batched(sums, self.parts), of_columns, strict=True))
         if self.split == 1:
             self._store_all(results, 0)
             return
@@ -476,15 +481,16 @@ class TallTile:
         for rank in range(self.split):
             when(self.rank == rank)(functools.partial(self._store_all, results, rank))
 
-    def _biases(self, brick) -> list[Array]:
-        """The bias [64] of a column of bricks of the block, for each part."""
-        if "bias" not in self.gmem:
-            return []
+    def _of_columns(self, brick) -> tuple[list[Array], list[Array]]:
+        """Scales and biases [64] of a column of bricks, for each part; none if there are none."""
         column = jnp.minimum(self.column + brick, self.n // BRICK - 1)
-        return [
-            load(self.gmem["bias"].at[part, pl.ds(column * BRICK, BRICK)], LAYOUT.reduce(1))
-            for part in range(self.parts)
-        ]
+        columns, parts = pl.ds(column * BRICK, BRICK), range(self.parts)
+        scales, biases = [], []
+        if self.by_column:
+            scales = [self.gmem["scales"].at[self.layer, 0, part, columns] for part in parts]
+        if "bias" in self.gmem:
+            biases = [self.gmem["bias"].at[part, columns] for part in parts]
+        return tuple([load(ref, LAYOUT.reduce(1)) for ref in refs] for refs in (scales, biases))
 
     def sums(self, warpgroup) -> list[Array]:
         """Sums [64, tile_m] of all steps, for each part of each of a warpgroup's pieces."""
@@ -533,6 +539,9 @@ class TallTile:
             )
             for name in ("scales", "zeros")
         )
+        if self.by_column:
+            zero = zeros[0] if zeros else None
+            return unpacked(words, self.kind, self.in_dtype, start, self.unit, zero)
         short = self.operands["scales"].dtype == jnp.bfloat16
         return dequantised(
             *(words, self.kind, self.in_dtype, start, self.unit, scales, zeros), short=short
@@ -566,8 +575,10 @@ class TallTile:
             values -= factor("zeros")
         elif self.kind != "fp8":
             values -= 2.0 ** (BITS[self.kind] - 1)
+        if not self.by_column:
+            values *= factor("scales")
         a = self.smem["a"].at[warpgroup]
-        a[...] = (values * factor("scales")).T.astype(self.in_dtype)
+        a[...] = values.T.astype(self.in_dtype)
         plgpu.commit_smem()
         return a
 
@@ -588,7 +599,7 @@ class TallTile:
             )
 
     def _store_all(self, results, rank) -> None:
-        """Store a block's rows of (column of bricks, sums, biases) of a warpgroup."""
+        """Store a block's rows of (column of bricks, sums, `_of_columns`) of a warpgroup."""
         first, end = self.shares[rank]
         if first == end:
             return
@@ -616,9 +627,9 @@ class TallTile:
         columns = pl.ds(lax.rem(brick, self.deep) * BRICK, BRICK)
         return self.smem["x"].at[slot, pl.ds(start, rows), columns]
 
-    def _store(self, brick, sums, biases, first, end) -> None:
+    def _store(self, brick, sums, of_columns, first, end) -> None:
         """Store rows of the result, of one column of bricks."""
-        smem, column = self.smem, self.column + brick
+        smem, column, (scales, biases) = self.smem, self.column + brick, of_columns
         y_tile = smem["y"].at[brick]
         for start in range(first, end, y_tile.shape[0]):
             rows = min(y_tile.shape[0], end - start)
@@ -628,6 +639,11 @@ class TallTile:
                     held = pl.ds(start - first, rows)
                     total[part] += load(smem["partial"].at[peer, brick, part, :, held])
             total = self.with_scales(total, start)
+            if scales:
+                total = [
+                    values * lax.broadcast_in_dim(scale, values.shape, [0])
+                    for values, scale in zip(total, scales, strict=True)
+                ]
             if biases:
                 total = [
                     values + lax.broadcast_in_dim(bias, values.shape, [0])
