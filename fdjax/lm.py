@@ -738,11 +738,11 @@ def load(
     Args:
       model: a local folder or a hub id; "tiny" is the embedded model.
       dtype: "bfloat16" | "float16" | "float32"; default the checkpoint's.
-      quantize: "int4" | "int8" quantises the weights of linear layers while they are loaded, see
-        docs/quantised.md. The experts of gpt-oss stay in MXFP4. Default: weights keep the format of
-        the checkpoint, quantised or not.
-      fp8_activations: round the activations of prompts to fp8, if the checkpoint has weights in fp8
-        and asks for it. Only Hopper GPUs do so, for 65 tokens at once or more.
+      quantize: "int4" | "int8" | "fp8" quantises the weights of linear layers while they are
+        loaded, see docs/quantised.md. The experts of gpt-oss stay in MXFP4. Default: weights keep
+        the format of the checkpoint, quantised or not.
+      fp8_activations: round the activations of prompts to fp8, if weights are in fp8 by `quantize`,
+        or by a checkpoint that asks for it. Only Hopper GPUs do so, for 65 tokens at once or more.
       kv_dtype: dtype of keys and values in the cache: "int8", or by default the dtype of the
         activations. An int8 cache holds almost twice as many tokens, see docs/quantised.md.
       max_batch: largest number of rows that run at once. Default: as many as fit.
@@ -789,8 +789,8 @@ def load(
         raise ValueError(f"load: dtype must be bfloat16, float16 or float32, got {dtype!r}")
     if not isinstance(model, str | os.PathLike):
         raise TypeError(f"load: model must be a folder or a hub id, got {model!r}")
-    if quantize not in (None, "int4", "int8"):
-        raise ValueError(f"load: quantize must be int4 or int8, got {quantize!r}")
+    if quantize not in (None, "int4", "int8", "fp8"):
+        raise ValueError(f"load: quantize must be int4, int8 or fp8, got {quantize!r}")
     if plan is not None and not isinstance(plan, Plan):
         raise TypeError(f"load: plan must be a Plan, such as Plan.for_device(), got {plan!r}")
     if device is not None and not isinstance(device, jax.Device):
@@ -821,7 +821,7 @@ def load(
     if quantize is not None:
         if is_quantised_already(folder, config):
             raise ValueError(f"load: {folder} is quantised already, so quantize must be None")
-        config = quantised_formats(config, quantize, dtype)
+        config = quantised_formats(config, quantize, dtype, fp8_activations=fp8_activations)
     if calibration:
         config = calibrated(config, folder)
     plan = Plan.for_device(device) if plan is None else plan

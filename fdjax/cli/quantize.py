@@ -12,8 +12,8 @@ from fdjax.cli.shared import EMBEDDED, MODEL, read_text, say
 
 HELP = "write a checkpoint with weights of 4 or 8 bits"
 DESCRIPTION = (
-    "Quantise the weights of a model's linear layers and write a checkpoint in the format "
-    '"pack-quantized" of compressed-tensors, which transformers also loads, except Granite MoE, '
+    "Quantise the weights of a model's linear layers and write a checkpoint in a format of "
+    "compressed-tensors, which transformers also loads, except Granite MoE, "
     "gpt-oss and GPT-2. The model first runs on texts, so that the weights that matter lose less. "
     "Without --text, it writes them itself. With --text, a part shows how much the answers change. "
     "See docs/quantised.md."
@@ -30,6 +30,12 @@ def add_arguments(parser: Parser) -> None:
     """Add the arguments of the command."""
     parser.add_argument("model", nargs="?", default=EMBEDDED, type=model_name, help=MODEL)
     parser.add_argument("--bits", type=int, choices=(4, 8), default=4, help="default: 4")
+    parser.add_argument(
+        "--fp8",
+        action="store_true",
+        help="with 8 bits: floating point (e4m3) with a scale for each output; prompts then round "
+        "activations to fp8, too",
+    )
     parser.add_argument(
         "--group",
         type=integer(1),
@@ -94,6 +100,8 @@ def run(args: argparse.Namespace) -> int:
 
     if args.weights_only and args.text:
         raise UsageError("quantize: --weights-only does not use --text")
+    if args.fp8 and (args.bits != 8 or args.group):
+        raise UsageError("quantize: --fp8 needs --bits 8, and no --group")
     # Everything is checked first, because a large model takes minutes.
     texts = [read_text(path) for path in args.text or ()]
     folder = locate(args.model)
@@ -106,7 +114,8 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"quantize: {args.output} must be a new or empty folder")
     group = args.group or (quantise.default_group(config) if args.bits == 4 else None)
     scales = unnamed_dtype(folder, data) or config.dtype
-    quantise.with_formats(config, args.bits, group, scales)  # raises if the group does not divide
+    # Raises an error if the group does not divide.
+    quantise.with_formats(config, args.bits, group, scales, fp8=args.fp8)
     inputs, reference = None, None
     if texts:
         reference = fdjax.load(str(folder), calibration=False)
@@ -132,6 +141,7 @@ def run(args: argparse.Namespace) -> int:
         bits=args.bits,
         group=group,
         scales=scales,
+        fp8=args.fp8,
         inputs=inputs,
         progress=progress,
     )

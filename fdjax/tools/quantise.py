@@ -23,7 +23,7 @@ from fdjax.system.process import transfers_allowed
 from fdjax.tools.smoothing import LayerInputs, Smoothed, smoothed
 from fdjax.weights.calibration import FILE as CALIBRATION
 from fdjax.weights.checkpoint import by_our_names
-from fdjax.weights.formats.layer import StoredLinear
+from fdjax.weights.formats.layer import Codes, StoredLinear
 from fdjax.weights.formats.mxfp4 import GROUP as MX_GROUP
 from fdjax.weights.formats.scheme import scheme_of, stored_linears
 from fdjax.weights.quantise import GROUPS, quantise, to_quantise
@@ -43,11 +43,12 @@ def quantise_checkpoint(
     bits: int,
     group: int | None = None,
     scales: str,
+    fp8: bool = False,
     inputs: Sequence[Mapping[str, LayerInputs]] | None = None,
     shard_bytes: int = SHARD_BYTES,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> int:
-    """Write a checkpoint in the format "pack-quantized" of compressed-tensors.
+    """Write a checkpoint in the format "pack-quantized" or "float-quantized" of compressed-tensors.
 
     Only one tensor is in memory at a time. A tensor that holds all experts of a layer stays one.
     Experts in MXFP4 are written as "mxfp4-pack-quantized", with the same codes.
@@ -59,6 +60,8 @@ def quantise_checkpoint(
       bits: 4 or 8.
       group: number of weights that share a scale; None for a whole column.
       scales: dtype of the scales, a NumPy name.
+      fp8: whether 8 bits are floating point (e4m3), with one scale for each column. The checkpoint
+        then asks for activations in fp8.
       inputs: inputs of the layers from `smoothing.observe`. With them, errors that matter get
         smaller.
       shard_bytes: size of a file from which the next one begins.
@@ -69,7 +72,7 @@ def quantise_checkpoint(
 
     Raises:
       CheckpointError: a tensor is not floating point.
-      ValueError: the group does not divide the inputs of a layer.
+      ValueError: the group does not divide the inputs of a layer, or fp8 cannot be written.
       OSError: a file cannot be written.
     """
     data, source = read_json(folder / "config.json"), str(folder / "config.json")
@@ -79,7 +82,7 @@ def quantise_checkpoint(
         for name, linear in stored_linears(scheme_of(data, source), config, stored).items()
         if linear.format is not None and linear.format.kind == "fp4"
     }
-    config = with_formats(config, bits, group, scales)
+    config = with_formats(config, bits, group, scales, fp8=fp8)
     weights = weight_map(config)
     changes = Smoothed() if inputs is None else smoothed(config, weights, stored, inputs)
     formats = {
@@ -102,7 +105,7 @@ def quantise_checkpoint(
         if name not in copied and name not in masks
     ]
     groups = [
-        _packed(tensor, *formats[tensor.name], changes)
+        (_in_fp8 if fp8 else _packed)(tensor, *formats[tensor.name], changes)
         if tensor.name in formats
         else _kept(tensor, changes)
         for tensor in named
@@ -112,22 +115,29 @@ def quantise_checkpoint(
     written = write_tensors(output, groups, shard_bytes=shard_bytes, progress=progress)
     # Last, so that a run that is interrupted leaves an empty folder.
     _copy_files(folder, output)
-    data |= {"quantization_config": _described(config, weights, bits, group, in_mxfp4)}
+    data |= {"quantization_config": _described(config, weights, bits, group, in_mxfp4, fp8)}
     (output / "config.json").write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
     return written
 
 
-def with_formats(config: DecoderConfig, bits: int, group: int | None, scales: str) -> DecoderConfig:
+def with_formats(
+    config: DecoderConfig, bits: int, group: int | None, scales: str, *, fp8: bool = False
+) -> DecoderConfig:
     """The model with the formats that `quantise_checkpoint` gives its weights; see there.
 
     Raises:
-      ValueError: the group does not divide the inputs of a layer.
+      ValueError: the group does not divide the inputs of a layer, or fp8 cannot be written.
     """
+    if fp8 and (bits != 8 or group is not None):
+        raise ValueError("quantize: fp8 has 8 bits, and one scale for each output")
+    if fp8 and (tensors := experts_in_one(config)):
+        raise ValueError(f"quantize: {tensors[0]} holds all experts of a layer, so fp8 cannot be")
     formats = config.formats_by_path
     for name, path, k in to_quantise(config):
         if group is not None and k % group:
             raise ValueError(f"quantize: group must divide the {k} inputs of {name}, got {group}")
-        formats[path] = WeightFormat(f"int{bits}", group or k, scales=scales)
+        kind = "fp8" if fp8 else f"int{bits}"
+        formats[path] = WeightFormat(kind, group or k, scales=scales, fp8_activations=fp8)
     return config.with_formats(formats)
 
 
@@ -170,19 +180,36 @@ def _packed(tensor: StoredTensor, form: WeightFormat, swap: bool, changes: Smoot
     )
 
     def make():
-        weight = tensor.view(FLOATS)
-        weight = weight.swapaxes(-1, -2) if swap else weight
-        name = tensor.name
-        codes = quantise(
-            weight,
-            form,
-            changes.importance.get(name),
-            columns=changes.columns.get(name),
-            rows=changes.rows.get(name),
-        )
+        codes = _codes(tensor, form, swap, changes)
         return codes.words, codes.scales, np.array([*outs, k], np.int64)
 
     return tensors, make
+
+
+def _in_fp8(tensor: StoredTensor, form: WeightFormat, swap: bool, changes: Smoothed):
+    """As `_packed`, for fp8."""
+    n, k = reversed(tensor.shape) if swap else tensor.shape
+    tensors = (
+        Planned(tensor.name, "F8_E4M3", (n, k)),
+        Planned(f"{_module(tensor.name)}.weight_scale", _NAMES[form.scales], (n, 1)),
+    )
+
+    def make():
+        codes = _codes(tensor, form, swap, changes)
+        return codes.words.view(np.uint8)[:, :k].view(DTYPES["F8_E4M3"]), codes.scales
+
+    return tensors, make
+
+
+def _codes(tensor: StoredTensor, form: WeightFormat, swap: bool, changes: Smoothed) -> Codes:
+    weight, name = tensor.view(FLOATS), tensor.name
+    return quantise(
+        weight.swapaxes(-1, -2) if swap else weight,
+        form,
+        changes.importance.get(name),
+        columns=changes.columns.get(name),
+        rows=changes.rows.get(name),
+    )
 
 
 def _mxfp4(module: str, linear: StoredLinear):
@@ -234,6 +261,7 @@ def _described(
     bits: int,
     group: int | None,
     in_mxfp4: Collection[str],
+    fp8: bool,
 ) -> dict[str, Any]:
     """The `quantization_config` of the new checkpoint."""
     kept = [
@@ -245,7 +273,11 @@ def _described(
     in_one = [_module(name) for name in experts_in_one(config) if name not in in_mxfp4]
     strategy = "channel" if group is None else "group"
     targets = ["Linear", *in_one]
-    groups = {"group_0": _config_group("pack-quantized", targets, bits, "int", strategy, group)}
+    form, kind = ("float-quantized", "float") if fp8 else ("pack-quantized", "int")
+    groups = {"group_0": _config_group(form, targets, bits, kind, strategy, group)}
+    if fp8:
+        token = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token"}
+        groups["group_0"]["input_activations"] = token | {"dynamic": True}
     if in_mxfp4:
         targets = [_module(name) for name in in_mxfp4]
         fields = 4, "float", "group", MX_GROUP
@@ -253,7 +285,7 @@ def _described(
         groups["group_1"]["weights"]["scale_dtype"] = "torch.uint8"
     return {
         "quant_method": "compressed-tensors",
-        "format": "mixed-precision" if in_mxfp4 else "pack-quantized",
+        "format": "mixed-precision" if in_mxfp4 else form,
         "quantization_status": "compressed",
         "config_groups": groups,
         # In transformers, a head without weights of its own is a linear layer as well.

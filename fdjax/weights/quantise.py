@@ -4,6 +4,9 @@ A group of weights w is stored as codes round(w / scale) within -8..7 for 4 bits
 scale, max|w| / 7, steps are coarse. A smaller scale clips the largest weights, but often has the
 smaller error. So many scales are tried for each group. Negative scales put the weight of the
 largest magnitude at -8, which uses all codes.
+
+fp8 has steps that grow with a weight. There, the largest weight becomes the largest code or less,
+by up to a factor of 2: the error depends on where the steps of other weights begin.
 """
 
 import functools
@@ -24,6 +27,8 @@ _FACTORS = tuple(float(f) for f in np.linspace(0.4, 1.2, 41))
 # Number of weights that are quantised at once.
 _AT_ONCE = 2**24
 GROUPS = (128, 64, 32)
+_LARGEST_FP8 = 448.0
+_FP8_FACTORS = tuple(float(2 ** (i / 8)) for i in range(8))
 # Layers that choose experts or gate the shared one. They are small, and their errors matter.
 KEPT = ("router", "shared_gate")
 
@@ -39,19 +44,23 @@ def to_quantise(config: DecoderConfig) -> Iterator[tuple[str, ParamPath, int]]:
                 yield name, ("blocks", i, *path), k
 
 
-def quantised_formats(config: DecoderConfig, kind: str, scales: str) -> DecoderConfig:
+def quantised_formats(
+    config: DecoderConfig, kind: str, scales: str, *, fp8_activations: bool = True
+) -> DecoderConfig:
     """The model with the weights of `to_quantise` quantised.
 
     Args:
       config: the model.
-      kind: "int4", with the largest group size of `GROUPS` that divides K; or "int8", with one
-        scale per column.
+      kind: "int4", with the largest group size of `GROUPS` that divides K; or "int8" or "fp8", with
+        one scale per column.
       scales: dtype of the scales.
+      fp8_activations: whether activations beside weights in fp8 may be rounded to fp8.
     """
+    rounds = kind == "fp8" and fp8_activations
     formats = config.formats_by_path
     for _, path, k in to_quantise(config):
         group = next((g for g in GROUPS if kind == "int4" and k % g == 0), k)
-        formats[path] = WeightFormat(kind, group, scales=scales)
+        formats[path] = WeightFormat(kind, group, scales=scales, fp8_activations=rounds)
     return config.with_formats(formats)
 
 
@@ -67,7 +76,7 @@ def quantise(
 
     Args:
       weight: [N,K], or [X,N,K].
-      form: the format, an integer kind without zeros.
+      form: the format, without zeros; not "fp4".
       importance: [K] weights of the squared errors; default all equal.
       columns, rows: factors [K] and [N] by which the weight is multiplied first.
     """
@@ -103,7 +112,6 @@ def _quantise(
 ) -> tuple[Array, Array]:
     """(words [N,W] int32, scales [N,G])."""
     n, k = weight.shape
-    half = 2.0 ** (BITS[form.kind] - 1)
     weight = weight.astype(jnp.float32)
     if columns is not None:
         weight *= columns[None]
@@ -112,24 +120,36 @@ def _quantise(
     groups = weight.reshape(n, -1, form.group)
     importance = importance.astype(jnp.float32).reshape(1, -1, form.group)
     place = jnp.argmax(jnp.abs(groups), axis=2, keepdims=True)
-    widest = -jnp.take_along_axis(groups, place, axis=2) / half
+    largest = jnp.take_along_axis(groups, place, axis=2)
+    half = 2.0 ** (BITS[form.kind] - 1)
+    if form.kind == "fp8":
+        widest, factors = jnp.abs(largest) / _LARGEST_FP8, _FP8_FACTORS
+    else:
+        widest, usual = -largest / half, half / (half - 1)
+        factors = [sign * factor for factor in (usual, *_FACTORS) for sign in (1, -1)]
 
     def codes_of(scales):
-        steps = jnp.where(scales == 0, 1.0, scales)
-        return jnp.clip(jnp.round(groups / steps), -half, half - 1)
+        codes = groups / jnp.where(scales == 0, 1.0, scales)
+        if form.kind == "fp8":
+            codes = jnp.clip(codes, -_LARGEST_FP8, _LARGEST_FP8)
+            return codes.astype(jnp.float8_e4m3fn)
+        return jnp.clip(jnp.round(codes), -half, half - 1)
 
     def tried(best, factor):
         scales = (widest * factor).astype(form.scales).astype(jnp.float32)
-        errors = (codes_of(scales) * scales - groups) ** 2
+        errors = (codes_of(scales).astype(jnp.float32) * scales - groups) ** 2
         error = jnp.sum(errors * importance, axis=2, keepdims=True)
         better = error < best[0]
         return (jnp.where(better, error, best[0]), jnp.where(better, scales, best[1])), None
 
     start = jnp.full(widest.shape, jnp.inf), jnp.zeros_like(widest)
-    usual = half / (half - 1)
-    factors = [sign * factor for factor in (usual, *_FACTORS) for sign in (1, -1)]
     (_, scales), _ = lax.scan(tried, start, jnp.array(factors, jnp.float32))
-    codes = (codes_of(scales) + half).astype(jnp.uint32).reshape(n, k)
+    codes = codes_of(scales)
+    if form.kind == "fp8":
+        codes = lax.bitcast_convert_type(codes, jnp.uint8)
+    else:
+        codes += half
+    codes = codes.astype(jnp.uint32).reshape(n, k)
     return _words(codes, BITS[form.kind]), scales[..., 0].astype(form.scales)
 
 

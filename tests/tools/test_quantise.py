@@ -47,6 +47,7 @@ pytestmark = pytest.mark.usefixtures("quick_compiles")
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "hf"
 INT4 = WeightFormat("int4", 32, scales="bfloat16")
 INT8 = WeightFormat("int8", 96, scales="float32")
+FP8 = WeightFormat("fp8", 96, scales="bfloat16")
 
 
 @pytest.fixture(scope="module")
@@ -66,11 +67,15 @@ def to_nearest(weight, form, importance=None, columns=None, rows=None) -> Codes:
     """Plain round to nearest: the largest weight of a group is the largest code."""
     assert columns is None is rows
     n, k = weight.shape
-    top = 7 if form.kind == "int4" else 127
+    top = {"int4": 7, "int8": 127, "fp8": 448}[form.kind]
     groups = np.asarray(weight).astype(np.float32).reshape(n, -1, form.group)
     scales = (np.abs(groups).max(axis=2) / top).astype(np.dtype(form.scales))
     steps = scales.astype(np.float32)[..., None]
-    codes = np.clip(np.round(groups / np.where(steps == 0, 1, steps)), -top - 1, top)
+    codes = groups / np.where(steps == 0, 1, steps)
+    if form.kind == "fp8":
+        codes = np.clip(codes, -top, top).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+        return Codes(pack_rows(codes.reshape(n, k), 8), scales)
+    codes = np.clip(np.round(codes), -top - 1, top)
     codes = (codes + top + 1).astype(np.uint8).reshape(n, k)
     return Codes(pack_rows(codes, 4 if form.kind == "int4" else 8), scales)
 
@@ -81,7 +86,7 @@ def errors(weight, codes, form, importance=1.0):
     return (lost**2 * importance).reshape(len(weight), -1, form.group).sum(axis=2)
 
 
-@pytest.mark.parametrize("form", [INT4, INT8], ids=str)
+@pytest.mark.parametrize("form", [INT4, INT8, FP8], ids=str)
 @pytest.mark.parametrize("heavy", [False, True])
 def test_no_group_loses_more_than_by_plain_rounding(form, heavy):
     rng = np.random.default_rng(0)
@@ -108,6 +113,8 @@ def test_groups_of_zeros_and_single_weights():
     weight[1, 40] = -3.0
     codes = quantise(weight, INT4)
     np.testing.assert_array_equal(dequantised(codes, INT4, 64), weight)
+    codes = quantise(weight, FP8 := dataclasses.replace(INT4, kind="fp8"))
+    np.testing.assert_allclose(dequantised(codes, FP8, 64), weight, rtol=2**-8)
 
 
 def test_rows_are_quantised_alike_in_parts(monkeypatch):
@@ -158,7 +165,7 @@ def test_texts_are_observed_alike_in_any_number_at_once(monkeypatch):
 @pytest.mark.soak
 def test_a_model_is_quantised_while_it_is_loaded():
     tiny = fdjax.load("tiny", plan=Plan())
-    for kind, share in (("int4", 0.33), ("int8", 0.56)):
+    for kind, share in (("int4", 0.33), ("fp8", 0.56), ("int8", 0.56)):
         lm = fdjax.load("tiny", quantize=kind, plan=Plan())
         assert lm.model.weight_bytes < share * tiny.model.weight_bytes
         assert {weight.kind for weight in lm.config.weight_formats} == {kind}
@@ -166,8 +173,20 @@ def test_a_model_is_quantised_while_it_is_loaded():
     assert {weight.group for weight in lm.config.weight_formats} == {256, 640}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("allowed", [True, False])
+def test_a_model_in_fp8_rounds_activations_if_it_may(two_layers, small, allowed):
+    options = {"plan": Plan(), "quantize": "fp8", "fp8_activations": allowed}
+    lm = fdjax.load(two_layers, **options)
+    formats = {(f.kind, f.fp8_activations) for f in lm.config.weight_formats}
+    assert formats == {("fp8", allowed)}
+    ids = small.tokenizer.encode("Once upon a time")
+    ours, theirs = (m.score([ids]).logprobs[0] for m in (lm, small))
+    assert 0 < np.abs(np.subtract(ours, theirs)).max() < 1
+
+
 def test_what_cannot_be_quantised_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="quantize must be int4 or int8, got 'int3'"):
+    with pytest.raises(ValueError, match="quantize must be int4, int8 or fp8, got 'int3'"):
         fdjax.load("tiny", quantize="int3")
     quantised = FIXTURES.parent / "quantised" / "ct_int4_group"
     with pytest.raises(ValueError, match="is quantised already"):
@@ -195,6 +214,49 @@ def test_a_written_checkpoint_is_what_load_makes(small, two_layers, tmp_path):
     described = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     weights = described["config_groups"]["group_0"]["weights"]
     assert (weights["num_bits"], weights["group_size"], weights["symmetric"]) == (4, 128, True)
+
+
+@pytest.mark.slow
+def test_a_written_checkpoint_in_fp8_is_what_load_makes(small, two_layers, tmp_path):
+    lm = written(small, two_layers, tmp_path, bits=8, group=None, fp8=True)
+    direct = fdjax.load(two_layers, quantize="fp8", plan=Plan())
+    assert lm.config == direct.config
+    for ours, theirs in zip(
+        jax.tree.leaves(lm.params), jax.tree.leaves(direct.params), strict=True
+    ):
+        np.testing.assert_array_equal(ours, theirs)
+    described = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert described["format"] == "float-quantized"
+    group = described["config_groups"]["group_0"]
+    assert (group["weights"]["num_bits"], group["weights"]["strategy"]) == (8, "channel")
+    assert group["input_activations"]["dynamic"] is True
+
+
+@pytest.mark.slow
+def test_the_command_writes_fp8(tmp_path, capsys):
+    source, output = str(FIXTURES / "gpt2"), tmp_path / "out"
+    command = ["quantize", source, "--bits", "8", "--fp8", "--output", str(output)]
+    assert main(command) == 0
+    lm = fdjax.load(str(output), plan=Plan())
+    assert {weight.kind for weight in lm.config.weight_formats} == {"fp8"}
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--fp8"], "--fp8 needs --bits 8"),
+        (["--fp8", "--bits", "8", "--group", "32"], "and no --group"),
+    ],
+)
+def test_fp8_has_8_bits_and_no_groups(options, says, tmp_path, capsys):
+    assert main(["quantize", *options, "--output", str(tmp_path / "out")]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_experts_in_one_tensor_cannot_be_in_fp8():
+    config = parse_config(read_json(FIXTURES / "granitemoe" / "config.json"))
+    with pytest.raises(ValueError, match="holds all experts of a layer, so fp8 cannot be"):
+        tool.with_formats(config, 8, None, "bfloat16", fp8=True)
 
 
 @pytest.mark.slow
