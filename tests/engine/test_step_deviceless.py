@@ -388,11 +388,14 @@ def test_prefill_with_the_layers_in_a_loop(blocks):
     [
         (WeightFormat("int4", 128, scales="bfloat16"), 1, ["tall_gemm_kernel"]),
         (WeightFormat("int8", 128, scales="bfloat16"), 3, ["tall_gemm_kernel"]),
-        (WeightFormat("fp8", 128, fp8_activations=True), 1, ["tall_gemm_kernel"]),
-        (
-            WeightFormat("fp8", 128, fp8_activations=True),
-            8,
-            ["fp8_rows_kernel", "fp8_gemm_kernel"],
+        (WeightFormat("fp8", 128), 1, ["tall_gemm_kernel"]),
+        *(
+            (
+                WeightFormat("fp8", 128, fp8_activations=True),
+                blocks,
+                ["fp8_rows_kernel", "fp8_gemm_kernel"],
+            )
+            for blocks in (1, 8)
         ),
     ],
     ids=str,
