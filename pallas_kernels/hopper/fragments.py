@@ -329,6 +329,17 @@ def elements(register: ir.Value) -> list[ir.Value]:
     return [element(register, i) for i in range(2)]
 
 
+def from_pairs(pairs: list[list[ir.Value]], like: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+    """An array with the layout of another one, from the two fp32 values of each register."""
+    kind = ir.VectorType.get((2,), ir.F32Type.get())
+    registers = [vector.from_elements(kind, pair) for pair in pairs]
+    return mgpu.FragmentedArray(
+        _registers=np.array(registers, dtype=object).reshape(like.registers.shape),
+        _layout=like.layout,
+        _is_signed=None,
+    )
+
+
 def index(value: ir.Value) -> ir.Value:
     """A word as an index."""
     return arith.index_cast(ir.IndexType.get(), value)

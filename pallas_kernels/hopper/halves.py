@@ -12,13 +12,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, memref, vector
+from jaxlib.mlir.dialects import arith, memref
 
 from fdjax.pallas_kernels.bricks import BRICK
 from fdjax.pallas_kernels.hopper.coding import Coding
@@ -27,6 +25,7 @@ from fdjax.pallas_kernels.hopper.fragments import (
     element,
     elements,
     fma,
+    from_pairs,
     halves_of,
     i32,
     index,
@@ -166,15 +165,7 @@ def multiplied_halves(
                     for odd, power in enumerate(powers):
                         scale = arith.mulf(power, columns[i][row]) if scales else power
                         pair[odd] = fma(sums[2 * row + odd], scale, pair[odd])
-            pair = ir.VectorType.get((2,), ir.F32Type.get())
-            registers = [vector.from_elements(pair, values) for values in registers]
-            results.append(
-                mgpu.FragmentedArray(
-                    _registers=np.array(registers, dtype=object).reshape(total.registers.shape),
-                    _layout=total.layout,
-                    _is_signed=None,
-                )
-            )
+            results.append(from_pairs(registers, total))
         return results
 
     return run(*bricks, x, *totals, *scales)

@@ -62,7 +62,7 @@ class Fp8GemmConfig:
     stages: int = 6
     split: int = 1
 
-    deep = _STEP // BRICK
+    deep = _STEP // BRICK  # height of a tile of the ring in bricks, see `TallGemmConfig`
 
     def __post_init__(self):
         if not 1 <= self.wide <= 4:

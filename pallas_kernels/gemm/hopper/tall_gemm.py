@@ -228,11 +228,11 @@ def operands_beside_x(
 # Jitted separately, so that layers of the same shape share one lowering.
 @functools.partial(
     jax.jit,
-    static_argnames=("tile", "kind", "group", "gate", "activation", "dtype", "config", "interpret"),
+    static_argnames=("make", "kind", "group", "gate", "activation", "dtype", "config", "interpret"),
 )
-def launch(operands, tile, *, kind, group, gate, activation, dtype, config, interpret):
-    """Launch the kernel of a class of tiles; `operands` are arrays by name."""
-    tile = tile(
+def launch(operands, make, *, kind, group, gate, activation, dtype, config, interpret):
+    """Launch the kernel of the tiles that `make`, a `TallTile` class, makes of operands by name."""
+    tile = make(
         operands,
         kind=kind,
         group=group,
