@@ -33,6 +33,7 @@ from .tolerance import assert_matmul
 pytestmark = pytest.mark.usefixtures("quick_on_cpu")
 
 Case = functools.partial(Case, layout="bricks")
+CROWDED = TallGemmConfig(3, 256)
 
 
 def check(case, config, **options):
@@ -70,8 +71,9 @@ def check(case, config, **options):
     ("wrong", "message"),
     [
         (dict(wide=5), "wide must be in 1..4, got 5"),
-        (dict(block_m=96), "block_m must be 64 or 128, got 96"),
-        (dict(deep=1), "deep must be 2 or 4, got 1"),
+        (dict(block_m=100), "block_m must be a multiple of 8 up to 256, got 100"),
+        (dict(block_m=264), "block_m must be a multiple of 8 up to 256, got 264"),
+        (dict(deep=3), "deep must be 1, 2 or 4, got 3"),
         (dict(stages=1), "stages must be at least 2, got 1"),
         (dict(split=9), "split must be in 1..8, got 9"),
     ],
@@ -82,10 +84,15 @@ def test_wrong_tilings_are_refused(wrong, message):
         TallGemmConfig(**wrong)
 
 
-@pytest.mark.parametrize("config", [TallGemmConfig(wide=4), TallGemmConfig(3, 128)], ids=str)
-def test_a_gate_must_fit_into_registers(config):
-    case = Case(m=64, k=128, n=64, gate="silu")
-    with pytest.raises(NotImplementedError, match="has no registers for a gate"):
+@pytest.mark.parametrize(
+    ("m", "gate", "config"),
+    [(96, "silu", TallGemmConfig(4)), (128, "silu", TallGemmConfig(3)), (256, None, CROWDED)],
+    ids=str,
+)
+def test_sums_must_fit_into_registers(m, gate, config):
+    case = Case(m=m, k=128, n=64, gate=gate)
+    rows = f"{1 + (gate is not None)} x {m} rows"
+    with pytest.raises(NotImplementedError, match=f"has no registers for {rows} of sums"):
         check(case, config)
 
 
@@ -112,18 +119,18 @@ def _scratch(m, k, n, *, gate, config, kind="int8", residual=True, zeros=True):
 @pytest.mark.parametrize("gate", [False, True])
 @pytest.mark.parametrize(("k", "n"), [(4096, 12288), (11008, 4096), (4096, 14336), (512, 128)])
 def test_the_default_tiling_fits_at_every_shape(k, n, gate):
-    for m in (9, 16, 32, 33, 64, 65, 128, 129, 250, 512):
-        config = TallGemmConfig.for_shape(m, k, n, gate=gate)
+    for m in (9, 16, 32, 33, 64, 65, 128, 129, 250, 512, 1000, 4096):
+        config = TallGemmConfig.for_shape(m, k, n, bits=8, gate=gate)
         tile = _scratch(m, k, n, gate=gate, config=config)
         assert tile.stages >= 2
         assert tile.tile_m <= config.block_m
         assert tile.tile_m * tile.tiles_m >= m
 
 
-@pytest.mark.parametrize("m", [9, 32, 33, 64, 128, 136, 512])
+@pytest.mark.parametrize("m", [9, 32, 33, 64, 128, 136, 512, 4096])
 @pytest.mark.parametrize("gate", [0, 1])
 def test_candidates_fit(m, gate):
-    shape = dict(m=m, k=4096, n=4096 * (1 + gate), gate=gate)
+    shape = dict(m=m, k=4096, n=4096 * (1 + gate), gate=gate, int4=128)
     tried = tall_gemm.candidates(shape)
     assert len(tried) >= 5
     for config in tried:
@@ -149,8 +156,7 @@ def test_candidates_fit(m, gate):
                 32: (PackedGemmConfig, "table"),
                 33: (TallGemmConfig, "nearest"),
                 40: (TallGemmConfig, "table"),
-                2048: (TallGemmConfig, "heuristic"),
-                2049: (type(None), "heuristic"),
+                8192: (TallGemmConfig, "heuristic"),
             },
         ),
         # The kernel that was measured takes no 8 rows.
@@ -212,8 +218,7 @@ def test_blocks_that_share_k_are_as_few_as_fill_the_device(k, n, gate, split):
 @pytest.mark.parametrize(
     ("m", "group", "itemsize", "message"),
     [
-        (8, 128, 2, r"takes 9\.\.2048 rows, got 8"),
-        (2049, 128, 2, r"takes 9\.\.2048 rows, got 2049"),
+        (8, 128, 2, "takes at least 9 rows, got 8"),
         (64, 48, 2, "takes groups of 32 or of multiples of 64, got 48"),
         (64, 64, 4, "needs bfloat16 or float16, got float32"),
     ],
@@ -249,13 +254,17 @@ MORE_INTERPRETED = [
         TallGemmConfig(1, 64, 2, 2),
     ),
     (Case("fp8", 128, 40, k=128, n=128, residual=True), TallGemmConfig(2, 64, 2, 2)),
+    # Steps of one unit: an odd and an even number of them.
+    (Case(m=40, k=192, n=128, residual=True, zeros=True), TallGemmConfig(2, 64, 1, 3)),
+    (Case("int8", 256, 40, k=256, n=64), TallGemmConfig(1, 64, 1, 2)),
+    # Two columns of bricks for a warpgroup, whose residuals come in one tile or in two.
+    (Case(m=140, k=256, n=448, residual=True, bias=True), TallGemmConfig(4, 144, 2, 3)),
+    (Case("int8", 64, 24, k=192, n=256, residual=True), TallGemmConfig(4, 24, 1, 4)),
 ]
 
 
 def _interpreted(case, config):
-    too_few = pytest.mark.skipif(
-        config.wide > 2 and config.wide >= _CORES, reason=f"needs {config.wide + 1} cores"
-    )
+    too_few = pytest.mark.skipif(config.warpgroups >= max(3, _CORES), reason="needs four cores")
     marks = () if (case, config) == INTERPRETED[0] else (pytest.mark.slow, too_few)
     return pytest.param(case, config, marks=marks)
 
@@ -268,6 +277,27 @@ def _interpreted(case, config):
 )
 def test_interpreted_without_races(case, config):
     check(case, config, interpret=INTERPRET)
+
+
+@pytest.mark.parametrize(
+    ("case", "config"),
+    [
+        # The last tile of a block and the first of the next are in the same place before copies.
+        (Case(m=72, k=192, n=320, residual=True, bias=True, layer=True), (2, 24, 2, 2)),
+        pytest.param(
+            *(Case("int8", 64, 40, k=320, n=320, gate="silu"), (2, 16, 1, 3)),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *(Case("fp8", 64, 40, k=64, n=320, residual=True), (2, 16, 1, 2)),
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=str,
+)
+def test_interpreted_blocks_with_several_tiles(case, config, monkeypatch):
+    monkeypatch.setattr(tall_gemm, "MULTIPROCESSORS", 2)
+    check(case, TallGemmConfig(*config), interpret=INTERPRET)
 
 
 def test_interpreted_in_fp32_with_scales_of_nan_elsewhere():
@@ -336,8 +366,15 @@ def test_compiles_without_spills_or_waits(case, config, monkeypatch, capfd):
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     compile_for("h100", run, _spec(case.m, case.k, dtype=case.dtype), kwargs=operands)
     report = capfd.readouterr().out
-    assert "0 bytes spill stores, 0 bytes spill loads" in report
+    assert spilled(report) <= 8  # a number that is used outside of the loops over K
     assert "wgmma.mma_async instructions are serialized" not in report
+
+
+def spilled(report):
+    """Bytes of registers that the compiler put into memory."""
+    found = re.findall(r"(\d+) bytes spill stores", report)
+    assert found
+    return max(map(int, found))
 
 
 # On a GPU.
@@ -355,8 +392,17 @@ ON_A_GPU = [
             (250, TallGemmConfig(2, 128, 2, 4, 4)),
             (300, TallGemmConfig(4, 128, 2, 4)),
             (512, TallGemmConfig(2, 128, 2, 6)),
+            (129, TallGemmConfig(4, 136, 1, 6)),
+            (500, TallGemmConfig(2, 256, 1, 5)),
         )
     ),
+    # Blocks with several tiles.
+    *(
+        (Case(kind, 64, 520, k=320, n=4160, residual=True, bias=True, layer=True), config)
+        for kind in ("int4", "int8")
+        for config in (None, TallGemmConfig(2, 64, 2, 4), TallGemmConfig(4, 136, 1, 4))
+    ),
+    (Case("fp8", 64, 260, k=64, n=5504, gate="silu", zeros=False), TallGemmConfig(2, 88, 1, 2)),
     *(
         (Case(m=m, k=1024, n=192, zeros=True, gate="silu", norm=True), config)
         for m, config in ((64, TallGemmConfig(4, 64, 2, 4, 2)), (128, TallGemmConfig(2, 128)))
@@ -376,7 +422,8 @@ def test_products_on_a_gpu_are_those_of_the_oracle(case, config):
 @pytest.mark.parametrize("m", [9, 32, 64, 128, 256, 512])
 def test_all_candidates_agree_on_a_gpu(m, gate):
     case = Case(group=128, m=m, k=4096, n=1024, gate="silu" if gate else None)
-    for config in tall_gemm.candidates(dict(m=m, k=case.k, n=case.n * (1 + gate), gate=gate)):
+    shape = dict(m=m, k=case.k, n=case.n * (1 + gate), gate=gate, int4=128)
+    for config in tall_gemm.candidates(shape):
         check(case, config)
 
 

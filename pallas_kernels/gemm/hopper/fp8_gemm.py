@@ -24,13 +24,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fdjax.pallas_kernels.bricks import BRICK, unpack_bricks
 from fdjax.pallas_kernels.dispatch import Implementation, Shape, needs_half, on_gpu
-from fdjax.pallas_kernels.gemm.hopper.tall_gemm import (
-    CLUSTER_MULTIPROCESSORS,
-    TallTile,
-    launch,
-    operands_beside_x,
-    row_tiles_of,
-)
+from fdjax.pallas_kernels.gemm.hopper.tall_gemm import TallTile, launch, operands_beside_x
+from fdjax.pallas_kernels.gemm.hopper.tall_tiling import CLUSTER_MULTIPROCESSORS, row_tiles_of
 from fdjax.pallas_kernels.hopper.conditional import when
 from fdjax.pallas_kernels.hopper.fp8_rows import fp8_rows
 from fdjax.pallas_kernels.hopper.fragments import fp8_codes, in_fp8_order
@@ -186,6 +181,7 @@ class Fp8Tile(TallTile):
         scratch = super().scratch()
         copies = 1 + self.wide * ("residual" in self.operands)
         scratch["rest_full"] = plgpu.Barrier(num_arrivals=copies)
+        scratch["rest_empty"] = plgpu.Barrier(num_arrivals=self.warpgroups)
         return scratch
 
     def fetch_all(self, fetch: Any) -> None:
@@ -193,12 +189,23 @@ class Fp8Tile(TallTile):
         first = min(self.stages, self.steps)
         lax.fori_loop(0, first, fetch, None)
         gmem, smem, full = self.gmem, self.smem, self.smem["rest_full"]
+        when(self.first > 0)(lambda: plgpu.barrier_wait(smem["rest_empty"]))
         target = smem["x_scales"]
         scales = gmem["x_scales"].at[pl.ds(self.row, target.shape[0])]
         plgpu.copy_gmem_to_smem(scales, target, full)
         if "residual" in gmem:
             self._fetch_residual(full)
         lax.fori_loop(first, self.steps, fetch, None)
+
+    def end_tile(self) -> None:
+        """See `TallTile`."""
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.barrier_arrive(self.smem["rest_empty"])
+
+    def _produce(self) -> None:
+        """See `TallTile`."""
+        super()._produce()
+        plgpu.barrier_wait(self.smem["rest_empty"])
 
     def _fetch_residual(self, full) -> None:
         """Copy the rows of the residual that this block stores."""
@@ -221,7 +228,7 @@ class Fp8Tile(TallTile):
         each = [(brick, part) for brick in bricks for part in range(self.parts)]
 
         def step(i, sums):
-            slot = lax.rem(i, self.stages)
+            slot = self.slot(i)
             plgpu.barrier_wait(self.smem["full"].at[slot])
             scales = [
                 load(self.factor("scales", brick, self.at(i), slot, part, 0), LAYOUT.reduce(1))

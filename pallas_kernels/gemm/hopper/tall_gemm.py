@@ -2,9 +2,10 @@
 
 At 64 rows, int4 takes as long to read as to multiply. So a kernel must read each code once, unpack
 it few times, and keep the tensor cores busy meanwhile. Here, warpgroups of a block have different
-work. One copies tiles of x and of the weight into a ring. Each of the others owns 64 columns, whose
-weights it unpacks into registers while the tensor cores multiply its previous ones. All of them
-read the same tile of x. In `packed_gemm`, each block of 64 columns copies all of x.
+work. One copies tiles of x and of the weight into a ring. Each of the others owns 64 columns or
+128, whose weights it unpacks into registers while the tensor cores multiply its previous ones. All
+of them read the same tile of x. In `packed_gemm`, each block of 64 columns copies all of x. With
+many rows, a block computes one tile of the result after another.
 
 Scales of groups multiply the weights, not the sums. So the tensor cores need not stop at the end of
 a group, and only one sum [64, rows] takes registers. A weight has the bits of `dequantise`, with
@@ -17,7 +18,6 @@ its sums, adds what it receives in a fixed order, and stores its own rows.
 XLA runs the norm.
 """
 
-import dataclasses
 import functools
 import itertools
 from typing import Any
@@ -31,6 +31,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from fdjax.pallas_kernels.bricks import BRICK, brick_words, unpack_bricks
 from fdjax.pallas_kernels.dispatch import Capability, Implementation, Shape, needs_half
 from fdjax.pallas_kernels.gemm.hopper.dequantised import group_misfit
+from fdjax.pallas_kernels.gemm.hopper.tall_tiling import (
+    CLUSTER_MULTIPROCESSORS,
+    REGISTERS,
+    SMEM_BYTES,
+    STORED_BYTES,
+    TallGemmConfig,
+    bits_of,
+    candidates,
+    row_tiles_of,
+)
 from fdjax.pallas_kernels.hopper import MULTIPROCESSORS
 from fdjax.pallas_kernels.hopper.conditional import when
 from fdjax.pallas_kernels.hopper.fragments import dequantised, unpacked
@@ -46,98 +56,9 @@ from fdjax.pallas_kernels.norm import LayerNorm, RMSNorm, normalised
 from fdjax.pallas_kernels.quantised import BITS, PLAIN, WEIGHT_FEATURES, QTensor
 
 _LEAST_ROWS = 9
-# With more rows, dequantising the weight first is as fast, or was not compared.
-_MOST_ROWS = {"int4": 2048, "int8": 512, "fp8": 512}
-_SMEM_BYTES = 227 * 1024 - 1024  # shared memory of a block, less its barriers
 # Up to 32 rows, it was faster than `packed_gemm` with at least so many columns and more rows than
 # these, and with int4 if all blocks run at once.
 _MANY_COLUMNS, _FEW_ROWS = 8192, {"int4": 16, "int8": 8, "fp8": 8}
-# Bytes of a result that a warpgroup stores at once.
-_STORED_BYTES = 8 * 1024
-# Sums [64, rows] of a block fill the registers if they have this many rows in all.
-_MOST_SUMS = 512
-# For estimates, which were fitted to times of 33 to 512 rows with int4 on an H100 and differ from
-# them by 15 % (root mean square). Multiprocessors that clusters of this size can use: a cluster
-# lies within 16 or 18.
-CLUSTER_MULTIPROCESSORS = {1: MULTIPROCESSORS, 2: MULTIPROCESSORS, 3: 126, 4: 120}
-# For 4096 rows of the weight: time to multiply 64 columns with a row of x, and to copy a byte of a
-# row of both. Unpacking a weight takes as long as multiplying it with so many rows. Time of both
-# ends of a block, and of the exchange of sums.
-_PRODUCT_US, _COPY_US, _UNPACKED_ROWS, _WAVE_US, _SPLIT_US = 0.0443, 0.0461, 94, 5.2, 0.9
-# Bytes of other blocks' sums that leave room for the ring.
-_MOST_RECEIVED_BYTES = 80 * 1024
-# Registers of a thread that multiplies, and of one that copies, by warpgroups that multiply.
-_REGISTERS = {1: (255, None), 2: (224, 56), 3: (152, 56), 4: (112, 32)}
-# Registers of a thread that hold neither sums nor weights.
-_OTHER_REGISTERS = 28
-
-
-@dataclasses.dataclass(frozen=True)
-class TallGemmConfig:
-    """Tiling of `matmul_tall`.
-
-    Attributes:
-      wide: warpgroups that multiply. Each owns 64 columns; with a gate, 64 of each half.
-      block_m: largest number of rows of a block, 64 or 128.
-      deep: height of a tile of the ring in bricks of 64 rows, 2 or 4.
-      stages: largest number of tiles in the ring; K or shared memory may allow fewer.
-      split: number of blocks that share K, at most 8.
-    """
-
-    wide: int = 4
-    block_m: int = 128
-    deep: int = 2
-    stages: int = 4
-    split: int = 1
-
-    def __post_init__(self):
-        if not 1 <= self.wide <= 4:
-            raise ValueError(f"tall_gemm: wide must be in 1..4, got {self.wide}")
-        if self.block_m not in (64, 128):
-            raise ValueError(f"tall_gemm: block_m must be 64 or 128, got {self.block_m}")
-        # With one brick, a warpgroup would unpack into the registers that it still multiplies.
-        if self.deep not in (2, 4):
-            raise ValueError(f"tall_gemm: deep must be 2 or 4, got {self.deep}")
-        if self.stages < 2:
-            raise ValueError(f"tall_gemm: stages must be at least 2, got {self.stages}")
-        if not 1 <= self.split <= 8:
-            raise ValueError(f"tall_gemm: split must be in 1..8, got {self.split}")
-
-    def takes_gate(self) -> bool:
-        """Whether the sums of gate and up fit into registers."""
-        return 2 * self.block_m * self.wide <= _MOST_SUMS
-
-    @classmethod
-    def for_shape(cls, m: int, k: int, n: int, *, gate: bool = False) -> "TallGemmConfig":
-        """The tiling of the least estimated time on an H100.
-
-        Four warpgroups have few registers, and were never faster.
-        """
-        parts, found = 2 if gate else 1, []
-        for wide, block_m, split in itertools.product((3, 2), (64, 128), (1, 2, 3, 4)):
-            bricks, rows = wide * parts, k / 4096 / split
-            received = 4 * BRICK * bricks * block_m * (split - 1) / split
-            if (
-                (gate and not cls(wide, block_m).takes_gate())
-                or (split > 1 and k < 1024 * split)
-                or received > _MOST_RECEIVED_BYTES
-            ):
-                continue
-            tiles_m, tile_m = row_tiles_of(m, block_m)
-            blocks = -(-n // (wide * BRICK)) * tiles_m * split
-            waves = -(-blocks // CLUSTER_MULTIPROCESSORS[split])
-            products = _PRODUCT_US * bricks * (tile_m + _UNPACKED_ROWS) * rows
-            copies = _COPY_US * (bricks * BRICK / 2 + 2 * tile_m) * rows
-            us = waves * (max(products, copies) + _WAVE_US + _SPLIT_US * (split > 1))
-            found.append((us, split, -wide, block_m))
-        _, split, wide, block_m = min(found)
-        return cls(-wide, block_m, 2, 6, split)
-
-
-def row_tiles_of(m: int, block_m: int) -> tuple[int, int]:
-    """Number of tiles along M, and rows of each, a multiple of 8."""
-    tiles = -(-m // block_m)
-    return tiles, -(-m // (8 * tiles)) * 8
 
 
 def matmul_tall(
@@ -173,9 +94,7 @@ def matmul_tall(
     (m, k), n = x.shape, w.shape[-1]
     if m == 0:
         return jnp.zeros((m, n), dtype)
-    config = config or TallGemmConfig.for_shape(m, k, n, gate=gate is not None)
-    if gate is not None and not config.takes_gate():
-        raise NotImplementedError(f"matmul: {config} has no registers for a gate")
+    config = config or TallGemmConfig.for_shape(m, k, n, bits=BITS[w.kind], gate=gate is not None)
     if norm is not None:
         x = normalised(x, norm)
     if residual is not None and residual.dtype != x.dtype:
@@ -253,9 +172,8 @@ def launch(operands, make, *, kind, group, gate, activation, dtype, config, inte
         kernel,
         out_type=jax.ShapeDtypeStruct((tile.m, tile.n), dtype),
         scratch_types=tuple(scratch.values()),
-        # The last axis is the fastest: blocks of the same columns share codes in the L2 cache.
-        grid=(-(-tile.n // (config.wide * BRICK)), tile.tiles_m),
-        grid_names=("n", "m"),
+        grid=(tile.blocks,),
+        grid_names=("block",),
         cluster=(config.split,),
         cluster_names=("k",),
         num_threads=tile.warpgroups + 1,
@@ -267,7 +185,10 @@ def launch(operands, make, *, kind, group, gate, activation, dtype, config, inte
 
 
 class TallTile:
-    """A block's tile of the result: `tile_m` rows and `wide` columns of bricks.
+    """A block's tiles of the result: `tile_m` rows and `wide` columns of bricks each.
+
+    A block computes one tile after another. It copies what the next one needs while it finishes
+    one. Blocks that share K have one tile.
 
     Attributes:
       warpgroups: number of warpgroups that multiply.
@@ -275,13 +196,16 @@ class TallTile:
       parts: 2 for gate and up, 1 without a gate.
       m, k, n: rows of x with padding, rows and columns of the weight.
       tiles_m, tile_m: tiles along M, and rows of each.
+      count, blocks: number of tiles, and of blocks or clusters that compute them.
       block_k, steps: rows of the weight in one step, and steps of this block along K.
       unit: rows of the weight that are unpacked at once.
       shares: rows (first, end) of the tile that each block of the cluster stores.
       by_column: whether each column has one scale, which multiplies its sums at the end.
-      registers: registers of a thread that multiplies, and of one that copies, see `_REGISTERS`.
+      registers: registers of a thread that multiplies, and of one that copies, see `REGISTERS`.
       gmem, smem: references by name, once the kernel runs.
-      column, row: the block's first column of bricks and first row, once the kernel runs.
+      column, row: the tile's first column of bricks and first row, once the kernel runs.
+      first: the first step of the tile, counting those of all tiles of the block and their
+        residuals, once the kernel runs.
     """
 
     kernel_name = "tall_gemm_kernel"
@@ -297,6 +221,8 @@ class TallTile:
         self.in_dtype = operands["x"].dtype
         (self.m, self.k), self.n = operands["x"].shape, operands["scales"].shape[-1]
         self.tiles_m, self.tile_m = row_tiles_of(self.m, config.block_m)
+        self.count = self.tiles_m * -(-self.n // (self.wide * BRICK))
+        self.blocks = self.count if self.split > 1 else min(self.count, MULTIPROCESSORS)
         self.block_k = self.deep * BRICK
         self.steps = -(-self.k // (self.block_k * self.split))
         share = -(-self.tile_m // (8 * self.split)) * 8
@@ -314,16 +240,18 @@ class TallTile:
 
     def set_warpgroups(self) -> None:
         """Set `warpgroups`, `pieces`, `registers` and `unit`."""
-        self.warpgroups, self.pieces = self.wide, 1
-        self.registers = _REGISTERS[self.wide]
-        # Two units of weights are in registers at a time. If there are too few, the compiler lets
-        # every instruction of the tensor cores wait for the one before.
-        registers = self.parts * self.tile_m // 2 + _OTHER_REGISTERS
-        self.unit = BRICK if registers + 2 * BRICK // 4 <= self.registers[0] else BRICK // 2
+        config = self.config
+        self.warpgroups, self.pieces = config.warpgroups, config.pieces
+        self.registers = REGISTERS[self.warpgroups]
+        self.unit = config.unit(self.tile_m, gate=self.gate is not None)
+        if self.unit is None:
+            raise NotImplementedError(
+                f"matmul: {config} has no registers for {self.parts} x {self.tile_m} rows of sums"
+            )
 
     def stored_rows(self) -> int:
         """Rows of a result that a warpgroup stores at once."""
-        return min(_STORED_BYTES // (BRICK * self.dtype.itemsize), self.shares[0][1])
+        return min(STORED_BYTES // (BRICK * self.dtype.itemsize), self.shares[0][1])
 
     def x_swizzle(self) -> int:
         """Bytes of a row of a tile of x in memory."""
@@ -355,7 +283,7 @@ class TallTile:
         for name in self.factors:
             shape = (self.parts, self.groups, self.wide * BRICK)
             stage[name] = (shape, self.operands[name].dtype)
-        room = _SMEM_BYTES - shared_bytes(buffers)
+        room = SMEM_BYTES - shared_bytes(buffers)
         self.late = self.late_tiles()
         self.stages = min(
             self.config.stages, max(self.steps, self.late), room // shared_bytes(stage)
@@ -389,9 +317,7 @@ class TallTile:
         """The work of all warpgroups."""
         self.gmem, self.smem = gmem, smem
         self.rank = lax.axis_index("k")
-        self.column = lax.axis_index("n") * self.wide
         self.layer = gmem["layer"][0] if "layer" in gmem else 0
-        self.row = pl.multiple_of(lax.axis_index("m") * self.tile_m, 8)
         warpgroup = lax.axis_index("warpgroup")
         most, least = self.registers
 
@@ -405,31 +331,63 @@ class TallTile:
         def _():
             if least:
                 plgpu.set_max_registers(most, action="increase")
-            self._consume(warpgroup)
+            self.each_tile(functools.partial(self._consume, warpgroup))
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def each_tile(self, run: Any) -> Any:
+        """Call `run` for each tile of this block. Returns the number of tiles."""
+        block, each = lax.axis_index("block"), self.steps + self.late
+
+        def tile(index, _):
+            at = index * self.blocks + block
+            # Tiles of the same columns follow one another: they share codes in the L2 cache.
+            column = lax.div(at, self.tiles_m)
+            self.row = pl.multiple_of((at - column * self.tiles_m) * self.tile_m, 8)
+            self.column, self.first = column * self.wide, index * each
+            run()
+
+        if self.count == self.blocks:
+            tile(jnp.int32(0), None)
+            return jnp.int32(1)
+        tiles = lax.div(self.count - block + self.blocks - 1, self.blocks)
+        lax.fori_loop(0, tiles, tile, None)
+        return tiles
+
+    def slot(self, step: Any) -> Any:
+        """The place in the ring of a step of the tile, or of its residual after the last step."""
+        return lax.rem(self.first + step, self.stages)
+
+    def release(self, step: Any) -> None:
+        """Let the place of a step be overwritten."""
+        plgpu.barrier_arrive(self.smem["empty"].at[self.slot(step)])
 
     def at(self, step: Any) -> Any:
         """The place of a step among those of all blocks that share K."""
         return self.rank * self.steps + step
 
     def _produce(self) -> None:
-        """Copy the tiles of all steps, then those of the residual, into the ring."""
-        smem, steps, stages = self.smem, self.steps, self.stages
+        """Copy what all tiles need into the ring."""
+        empty = self.smem["empty"]
 
-        def acquire(i):
-            """Wait until a tile of the ring is free; returns its index."""
-            slot = lax.rem(i, stages)
-            when(i >= stages)(lambda: plgpu.barrier_wait(smem["empty"].at[slot]))
+        def acquire(step):
+            """Wait until the place of a step may be overwritten; returns its index."""
+            slot = self.slot(step)
+            late = self.first + step >= self.stages
+            when(late)(lambda: plgpu.barrier_wait(empty.at[slot]))
             return slot
 
-        def fetch(i, _):
-            self._fetch(self.at(i), acquire(i))
+        def tile():
+            self.fetch_all(lambda step, _: self._fetch(self.at(step), acquire(step)))
+            for late in range(self.late):
+                self._fetch_residual(late, acquire(jnp.int32(self.steps + late)))
 
-        self.fetch_all(fetch)
-        for late in range(self.late):
-            self._fetch_residual(late, acquire(jnp.int32(steps + late)))
+        end = self.each_tile(tile) * (self.steps + self.late)
+
         # Every arrival is waited for.
-        for i in range(max(steps + self.late - stages, 0), steps):
-            plgpu.barrier_wait(smem["empty"].at[i % stages])
+        def drain(i, _):
+            plgpu.barrier_wait(empty.at[lax.rem(i, self.stages)])
+
+        lax.fori_loop(jnp.maximum(end - self.stages, 0), end, drain, None)
 
     def fetch_all(self, fetch: Any) -> None:
         """Call `fetch` for each step, and copy what else is needed."""
@@ -474,12 +432,18 @@ class TallTile:
         results = list(zip(own, itertools.batched(sums, self.parts), of_columns, strict=True))
         if self.split == 1:
             self._store_all(results, 0)
-            return
-        for rank in range(self.split):
-            for brick, values, _ in results:
-                when(self.rank != rank)(functools.partial(self._send, brick, values, rank))
-        for rank in range(self.split):
-            when(self.rank == rank)(functools.partial(self._store_all, results, rank))
+        else:
+            for rank in range(self.split):
+                for brick, values, _ in results:
+                    when(self.rank != rank)(functools.partial(self._send, brick, values, rank))
+            for rank in range(self.split):
+                when(self.rank == rank)(functools.partial(self._store_all, results, rank))
+        self.end_tile()
+
+    def end_tile(self) -> None:
+        """Tell that a warpgroup needs nothing of the tile any more."""
+        for late in range(self.late):
+            self.release(self.steps + late)
 
     def _of_columns(self, brick) -> tuple[list[Array], list[Array]]:
         """Scales and biases [64] of a column of bricks, for each part; none if there are none."""
@@ -494,46 +458,55 @@ class TallTile:
 
     def sums(self, warpgroup) -> list[Array]:
         """Sums [64, tile_m] of all steps, for each part of each of a warpgroup's pieces."""
+        bricks = [warpgroup * self.pieces + piece for piece in range(self.pieces)]
+        each = [(brick, part) for brick in bricks for part in range(self.parts)]
         accumulator = plgpu.ACC((BRICK, self.tile_m), jnp.float32)
-        multiply = functools.partial(self._multiply, warpgroup)
-        return pl.run_scoped(multiply, *[accumulator] * self.parts)
+        multiply = functools.partial(self._multiply, each)
+        return pl.run_scoped(multiply, *[accumulator] * len(each))
 
-    def _multiply(self, warpgroup, *accumulators) -> list[Array]:
-        """Sums [64, tile_m] of all steps, for each part."""
-        smem, stages = self.smem, self.stages
-
-        def release(i):
-            plgpu.barrier_arrive(smem["empty"].at[lax.rem(i, stages)])
+    def _multiply(self, each, *accumulators) -> list[Array]:
+        """Sums [64, tile_m] of all steps, for each (column of bricks, part)."""
+        smem = self.smem
 
         def step(i, _, *, first=False):
-            slot = lax.rem(i, stages)
+            slot = self.slot(i)
             plgpu.barrier_wait(smem["full"].at[slot])
             for start in range(0, self.block_k, self.unit):
                 x = smem["x"].at[slot, :, pl.ds(start, self.unit)]
-                for part, accumulator in enumerate(accumulators):
-                    a = self._weights(warpgroup, self.at(i), slot, part, start)
+                for (brick, part), accumulator in zip(each, accumulators, strict=True):
+                    a = self._weights(brick, self.at(i), slot, part, start)
                     plgpu.wgmma(accumulator, a, x.T)
                     # The product before has ended. This one runs while the next weights are
                     # unpacked.
                     plgpu.wgmma_wait(0 if self.interpreted else 1)
-                    if start == part == 0 and not first:
-                        release(i - 1)
+                    if start == 0 and accumulator is accumulators[0] and not first:
+                        self.release(i - 1)
 
-        # A condition in the loop would keep the compiler from overlapping products.
+        # A condition in the loop would keep the compiler from overlapping products. Units take
+        # turns with two sets of registers, so the loop has an even number of them.
         step(jnp.int32(0), None, first=True)
-        lax.fori_loop(1, self.steps, step, None)
+        together = 2 if self.unit == self.block_k and len(each) == 1 else 1
+        alone = 1 + (self.steps - 1) % together
+        for i in range(1, alone):
+            step(jnp.int32(i), None)
+
+        def some_steps(index, _):
+            for i in range(together):
+                step(alone + index * together + i, None)
+
+        lax.fori_loop(0, (self.steps - alone) // together, some_steps, None)
         sums = [accumulator[...] for accumulator in accumulators]
-        release(self.steps - 1)
+        self.release(self.steps - 1)
         return sums
 
-    def _weights(self, warpgroup, at, slot, part, start) -> Any:
-        """Some rows of the weight in a step, as the left operand [64,unit]."""
-        words = self.smem["w"].at[slot, part, warpgroup]
+    def _weights(self, brick, at, slot, part, start) -> Any:
+        """Some rows of a column of bricks in a step, as the left operand [64,unit]."""
+        words = self.smem["w"].at[slot, part, brick]
         if self.interpreted:
-            return self._interpreted_weights(words, warpgroup, at, slot, part, start)
+            return self._interpreted_weights(words, brick, at, slot, part, start)
         scales, zeros = (
             tuple(
-                load(self.factor(name, warpgroup, at, slot, part, start + row), LAYOUT.reduce(1))
+                load(self.factor(name, brick, at, slot, part, start + row), LAYOUT.reduce(1))
                 for row in range(0, self.unit, min(self.group, self.unit))
                 if name in self.factors
             )
@@ -558,7 +531,7 @@ class TallTile:
             row = lax.div(first + start, self.group) - lax.div(first, self.group)
         return self.smem[name].at[slot, part, row, pl.ds(brick * BRICK, BRICK)]
 
-    def _interpreted_weights(self, words, warpgroup, at, slot, part, start) -> Any:
+    def _interpreted_weights(self, words, brick, at, slot, part, start) -> Any:
         """The interpreter knows no operand in registers, nor the code that unpacks."""
         words = words[...][None, :, :, :]  # one column of bricks
         codes = unpack_bricks(words, self.kind)[start : start + self.unit]  # [K,N]
@@ -568,7 +541,7 @@ class TallTile:
         rows = range(start, start + self.unit, min(self.group, self.unit))
 
         def factor(name):
-            found = [self.factor(name, warpgroup, at, slot, part, row)[...] for row in rows]
+            found = [self.factor(name, brick, at, slot, part, row)[...] for row in rows]
             return jnp.repeat(jnp.stack(found), self.unit // len(rows), axis=0).astype(jnp.float32)
 
         if "zeros" in self.factors:
@@ -577,7 +550,7 @@ class TallTile:
             values -= 2.0 ** (BITS[self.kind] - 1)
         if not self.by_column:
             values *= factor("scales")
-        a = self.smem["a"].at[warpgroup]
+        a = self.smem["a"].at[brick]
         a[...] = values.T.astype(self.in_dtype)
         plgpu.commit_smem()
         return a
@@ -608,12 +581,12 @@ class TallTile:
         self.await_late(results[0][0])
         for result in results:
             self._store(*result, first, end)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def await_late(self, brick) -> None:
         """Wait for what a warpgroup, whose first column of bricks this is, needs at the end."""
         if self.late:
-            plgpu.barrier_wait(self.smem["late_full"].at[lax.div(brick, self.deep)])
+            for piece in range(0, self.pieces, self.deep):
+                plgpu.barrier_wait(self.smem["late_full"].at[lax.div(brick + piece, self.deep)])
 
     def with_scales(self, sums, start) -> list[Array]:
         """The sums of rows from `start` on, times what the codes were not multiplied by."""
@@ -623,7 +596,7 @@ class TallTile:
         """Reference to the residual [rows, 64], or None."""
         if not self.late:
             return None
-        slot = lax.rem(self.steps + lax.div(brick, self.deep), self.stages)
+        slot = self.slot(self.steps + lax.div(brick, self.deep))
         columns = pl.ds(lax.rem(brick, self.deep) * BRICK, BRICK)
         return self.smem["x"].at[slot, pl.ds(start, rows), columns]
 
@@ -665,41 +638,11 @@ class TallTile:
                 plgpu.copy_smem_to_gmem(y_tile.at[pl.ds(0, rows)], self.gmem["y"].at[place])
 
 
-# (wide, block_m, deep, stages, split)
-CANDIDATES = tuple(
-    TallGemmConfig(*c)
-    for c in (
-        *((3, 64, 2, 6, 1), (2, 64, 4, 4, 1), (3, 64, 2, 6, 2), (4, 64, 2, 5, 2), (2, 64, 4, 3, 2)),
-        *((2, 64, 2, 6, 3), (3, 64, 2, 6, 3), (4, 64, 2, 4, 4)),
-        *((4, 128, 2, 4, 1), (3, 128, 2, 4, 1), (2, 128, 2, 6, 1), (1, 128, 2, 3, 1)),
-        *((4, 128, 2, 3, 2), (3, 128, 2, 3, 2), (2, 128, 2, 6, 2), (2, 128, 2, 3, 3)),
-    )
-)
-
-
-def candidates(shape: Shape) -> list[TallGemmConfig]:
-    """Tilings to try at a shape of `matmul`."""
-    m, k, gate = shape["m"], shape["k"], shape["gate"]
-    columns = shape["n"] // (BRICK * (1 + gate))
-
-    def is_useful(config):
-        blocks = -(-columns // config.wide) * -(-m // config.block_m) * config.split
-        return (
-            (not gate or (config.takes_gate() and config.wide * config.deep <= 8))
-            and (config.block_m == 64 or m > config.block_m // 2)
-            and (config.block_m > 64 or m <= 128 or gate)
-            and (config.split == 1 or (blocks <= 3 * MULTIPROCESSORS and k >= 512 * config.split))
-        )
-
-    return [config for config in CANDIDATES if is_useful(config)]
-
-
 def _fits(shape: Shape) -> str | None:
     if problem := needs_half(shape):
         return problem
-    most = next((most for kind, most in _MOST_ROWS.items() if kind in shape), 0)
-    if most and not _LEAST_ROWS <= shape["m"] <= most:
-        return f"takes {_LEAST_ROWS}..{most} rows, got {shape['m']}"
+    if any(kind in shape for kind in BITS) and shape["m"] < _LEAST_ROWS:
+        return f"takes at least {_LEAST_ROWS} rows, got {shape['m']}"
     return group_misfit(shape)
 
 
@@ -712,7 +655,7 @@ def _is_faster_than_packed(shape: Shape) -> bool:
     few = next((rows for kind, rows in _FEW_ROWS.items() if kind in shape), 0)
     if m <= few or n < _MANY_COLUMNS:
         return False
-    config = TallGemmConfig.for_shape(m, k, n // (1 + gate), gate=bool(gate))
+    config = TallGemmConfig.for_shape(m, k, n // (1 + gate), bits=bits_of(shape), gate=bool(gate))
     blocks = -(-n // (BRICK * config.wide * (1 + gate))) * config.split
     return "int4" not in shape or blocks <= CLUSTER_MULTIPROCESSORS[config.split]
 
