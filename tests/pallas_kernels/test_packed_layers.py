@@ -148,9 +148,8 @@ def test_compiles_in_place_and_fits_into_the_instruction_cache(
         (WeightFormat("int4", 128, layout=BRICKS), False, "mosaic_gpu"),
         (WeightFormat("int4", 64, layout=BRICKS), False, "mosaic_gpu"),
         (WeightFormat("int4", 128, zeros=True, layout=BRICKS), False, "mosaic_gpu"),
-        # Nothing was measured.
-        (WeightFormat("int8", 64, layout=BRICKS), False, "xla"),
-        (WeightFormat("fp8", 128, layout=BRICKS), False, "xla"),
+        (WeightFormat("int8", 64, layout=BRICKS), False, "mosaic_gpu"),
+        (WeightFormat("fp8", 128, layout=BRICKS), False, "mosaic_gpu"),
         # The kernel cannot do these.
         (WeightFormat("int4", 32, layout=BRICKS), False, "xla"),
         (WeightFormat("int4", 128), False, "xla"),
@@ -159,7 +158,7 @@ def test_compiles_in_place_and_fits_into_the_instruction_cache(
     ],
     ids=str,
 )
-def test_plans_choose_it_for_int4(rows, weight, differing, want):
+def test_plans_choose_it_for_quantised_weights(rows, weight, differing, want):
     found = formats_of([(4096, weight)] * 3 + [(11008, None if differing else weight)])
     shape = dict(m=rows, k=4096, width=4096, hidden=11008, n=12288, itemsize=2, hkv=32, d=128)
     key = shape | {"s": 2048} | found.key

@@ -307,13 +307,13 @@ def _fits(shape: Shape) -> str | None:
 
 
 def _heuristic(shape: Shape, capability: Capability | None) -> bool:
-    """True for int4 and up to 8 rows.
+    """True for quantised weights and up to 8 rows.
 
-    One row was faster in the same run, 8 rows than an earlier record (benchmarks/LOG.md,
-    2026-11-27). More rows were not measured. Zeros were not timed: they add a fifth to the
-    instructions of a product, and layer by layer takes half as long again.
+    1 and 8 rows were faster than layer by layer (benchmarks/LOG.md, 2026-11-27 for int4,
+    2026-11-30 for int8 and fp8). More rows were not measured. Zeros were not timed: they add a
+    fifth to the instructions of a product, and layer by layer takes half as long again.
     """
-    return capability is not None and "int4" in shape and shape["m"] <= 8
+    return capability is not None and shape["m"] <= 8 and any(kind in shape for kind in BITS)
 
 
 # The fastest on an H100 and on an H200, whose memory is faster.
