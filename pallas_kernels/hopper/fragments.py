@@ -135,6 +135,16 @@ def dequantised(
     return run(bricks, *scales, *zeros)
 
 
+_HALVES_OF_FP8 = """{
+.reg .b32 ordered;
+.reg .b16 first, second;
+prmt.b32 ordered, $2, $2, 0x3120;
+mov.b32 {first, second}, ordered;
+cvt.rn.f16x2.e4m3x2 $0, first;
+cvt.rn.f16x2.e4m3x2 $1, second;
+}"""
+
+
 def fp8_codes(bricks: Any, start: int, width: int):
     """Load some rows of a column of bricks of fp8 codes from shared memory, as they are.
 
@@ -391,9 +401,19 @@ def _unpack_int8(
 
     `scales` are of the two columns, in fp32. Values are multiplied before they are rounded.
 
-    With the default offset 128, all is done in pairs of bf16. With l the low 7 bits of a code c,
-    c - 128 is (128 + l) - 128 if its high bit is 1, else (128 + l) - 256. Both are exact.
+    With the default offset 128, all is done in pairs of 16 bits. In fp16, 1024 + c has the code c
+    in its last byte. In bf16, with l the low 7 bits of a code c, c - 128 is (128 + l) - 128 if its
+    high bit is 1, else (128 + l) - 256. All of them are exact.
     """
+    if dtype == jnp.float16 and offsets is None and scales is None:
+        values = []
+        for word in words:
+            for low in (0, 1):
+                selected = f"prmt.b32 $0, $1, $2, {0x5050 + low + (low + 2 << 8)}"
+                based = ptx(selected, word, constant(0x6400))
+                code = "fma.rn.f16x2 $0, $1, $2, $3"
+                values.append(ptx(code, based, constant(0x3C003C00), constant(0xE480E480)))
+        return values
     if dtype == jnp.bfloat16 and offsets is None and scales is None:
         values = []
         for word in words:
@@ -426,16 +446,23 @@ def _unpack_int8(
 
 
 def _unpack_fp8(words: list[ir.Value], dtype: Any, offsets: None):
-    """The bits of e4m3 give a bf16 that is smaller by 2^120, or an fp16 by 2^8."""
-    shift, power = (4, 0x7B807B80) if dtype == jnp.bfloat16 else (1, 0x5C005C00)
+    """fp16 has an instruction. The bits of e4m3 give a bf16 that is smaller by 2^120."""
     values = []
     for word in words:
+        if dtype == jnp.float16:
+            values += halves_of_fp8(word)
+            continue
         for moved in (arith.shli(word, constant(8)), word):
-            rest = arith.shrui(arith.andi(moved, constant(0x7F007F00)), constant(shift))
+            rest = arith.shrui(arith.andi(moved, constant(0x7F007F00)), constant(4))
             small = and_or(moved, 0x80008000, rest)
-            code = f"fma.rn.{_pair_type(dtype)} $0, $1, $2, $3"
-            values.append(ptx(code, small, constant(power), constant(0x80008000)))
+            code = "fma.rn.bf16x2 $0, $1, $2, $3"
+            values.append(ptx(code, small, constant(0x7B807B80), constant(0x80008000)))
     return values
+
+
+def halves_of_fp8(word: ir.Value) -> list[ir.Value]:
+    """A word of `bricks` in fp8 as pairs of fp16: bytes 0 and 2, then 1 and 3."""
+    return mgpu_utils.inline_ptx(_HALVES_OF_FP8, word, result_types=[i32()] * 2)
 
 
 def _unpack_fp4(words: list[ir.Value], dtype: Any, powers: list[ir.Value] | None):

@@ -27,6 +27,7 @@ from fdjax.pallas_kernels.hopper.fragments import (
     fma,
     from_pairs,
     halves_of,
+    halves_of_fp8,
     i32,
     index,
     loaded_words,
@@ -45,15 +46,6 @@ _MULTIPLY = (
     "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
     "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
 )
-# Bytes 0 and 2 of a word of `bricks` are codes of a column, 1 and 3 those of the column 8 further.
-_UNPACK = """{
-.reg .b32 ordered;
-.reg .b16 first, second;
-prmt.b32 ordered, $2, $2, 0x3120;
-mov.b32 {first, second}, ordered;
-cvt.rn.f16x2.e4m3x2 $0, first;
-cvt.rn.f16x2.e4m3x2 $1, second;
-}"""
 
 
 def half_places(rows: int) -> int:
@@ -177,7 +169,8 @@ def _left(words: list[list[ir.Value]]) -> list[list[ir.Value]]:
         [
             half
             for word in pair
-            for half in mgpu_utils.inline_ptx(_UNPACK, word, result_types=[i32()] * 2)
+            # Bytes 0 and 2 are codes of a column, 1 and 3 those of the column 8 further.
+            for half in halves_of_fp8(word)
         ]
         for pair in words
     ]
