@@ -372,8 +372,8 @@ class TallTile:
         def acquire(step):
             """Wait until the place of a step may be overwritten; returns its index."""
             slot = self.slot(step)
-            late = self.first + step >= self.stages
-            when(late)(lambda: plgpu.barrier_wait(empty.at[slot]))
+            used = self.first + step >= self.stages
+            when(used)(lambda: plgpu.barrier_wait(empty.at[slot]))
             return slot
 
         def tile():
