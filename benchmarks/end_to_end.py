@@ -438,7 +438,7 @@ def with_weights(
         kind, group = form
         if kind == "mxfp4":
             return WeightFormat("fp4", 32, scales="float8_e8m0fnu")
-        return WeightFormat(kind, group or k, scales="bfloat16", fp8_activations=kind == "fp8")
+        return WeightFormat(kind, group or k, scales="bfloat16", rounded_activations=kind == "fp8")
 
     formats = {
         ("blocks", i, *linear.path, "weight"): chosen(weights, linear.k)

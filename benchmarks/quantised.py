@@ -31,7 +31,7 @@ def formats(k: int) -> dict[str, WeightFormat]:
         name: WeightFormat(kind, group, scales="bfloat16", layout=BRICKS)
         for name, (kind, group) in found.items()
     }
-    return forms | {"fp8 x fp8": dataclasses.replace(forms["fp8"], fp8_activations=True)}
+    return forms | {"fp8 x fp8": dataclasses.replace(forms["fp8"], rounded_activations=True)}
 
 
 def measure_layer(

@@ -718,7 +718,7 @@ def load(
     *,
     dtype: str | None = None,
     quantize: str | None = None,
-    fp8_activations: bool = True,
+    rounded_activations: bool = True,
     kv_dtype: str | None = None,
     max_batch: int | None = None,
     max_len: int | None = None,
@@ -741,8 +741,10 @@ def load(
       quantize: "int4" | "int8" | "fp8" quantises the weights of linear layers while they are
         loaded, see docs/quantised.md. The experts of gpt-oss stay in MXFP4. Default: weights keep
         the format of the checkpoint, quantised or not.
-      fp8_activations: round the activations of prompts to fp8, if weights are in fp8 by `quantize`,
-        or by a checkpoint that asks for it. Only Hopper GPUs do so, for 65 tokens at once or more.
+      rounded_activations: round the activations of prompts to fp8, if weights are in fp8 by
+        `quantize`, or by a checkpoint that asks for it; to int8 where a checkpoint in int8 asks for
+        it, if a table says that this is faster. Only Hopper GPUs do so, for 65 tokens at once or
+        more.
       kv_dtype: dtype of keys and values in the cache: "int8", or by default the dtype of the
         activations. An int8 cache holds almost twice as many tokens, see docs/quantised.md.
       max_batch: largest number of rows that run at once. Default: as many as fit.
@@ -796,7 +798,7 @@ def load(
     if device is not None and not isinstance(device, jax.Device):
         raise TypeError(f"load: device must be one of jax.devices(), got {device!r}")
     for name, value, default in (
-        ("fp8_activations", fp8_activations, True),
+        ("rounded_activations", rounded_activations, True),
         ("prefix_cache", prefix_cache, True),
         ("calibration", calibration, True),
         ("compilation_cache", compilation_cache, None),
@@ -816,12 +818,12 @@ def load(
     folder = locate(model, revision=revision, token=token)
     data = read_json(folder / "config.json")
     config = parse_config(data, str(folder / "config.json"))
-    config = quantised_config(folder, config, data, fp8_activations=fp8_activations)
+    config = quantised_config(folder, config, data, rounded_activations=rounded_activations)
     dtype = dtype or unnamed_dtype(folder, data) or config.dtype
     if quantize is not None:
         if is_quantised_already(folder, config):
             raise ValueError(f"load: {folder} is quantised already, so quantize must be None")
-        config = quantised_formats(config, quantize, dtype, fp8_activations=fp8_activations)
+        config = quantised_formats(config, quantize, dtype, rounded_activations=rounded_activations)
     if calibration:
         config = calibrated(config, folder)
     plan = Plan.for_device(device) if plan is None else plan

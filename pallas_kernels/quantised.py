@@ -24,13 +24,15 @@ _FLOATS = ("fp8", "fp4")
 # Standard deviation of the 16 values of float4_e2m1fn.
 _E2M1_DEVIATION = math.sqrt(68.5 / 8)
 PLAIN, BRICKS = "plain", "bricks"
+# Kinds of weights beside which activations may be rounded to the same kind.
+ROUNDED_KINDS = "fp8", "int8"
 # Features of `matmul` for everything that this module can dequantise.
 WEIGHT_FEATURES = frozenset(
     {
         *(f"weight.{kind}" for kind in BITS),
         *(f"weight.layout.{layout}" for layout in (PLAIN, BRICKS)),
         "weight.zeros",
-        "weight.fp8_activations",
+        "weight.rounded_activations",
     }
 )
 
@@ -45,8 +47,8 @@ class WeightFormat:
       zeros: whether there are zeros. Floating-point codes have none.
       scales: dtype of scales and zeros, a NumPy name.
       layout: order of the words, see `QTensor`.
-      fp8_activations: whether the activations of prompts may be rounded to fp8, which only weights
-        in fp8 allow.
+      rounded_activations: whether the activations of prompts may be rounded as well, to fp8 beside
+        weights in fp8, to int8 beside int8.
     """
 
     kind: str
@@ -54,7 +56,7 @@ class WeightFormat:
     zeros: bool = False
     scales: str = "float32"
     layout: str = PLAIN
-    fp8_activations: bool = False
+    rounded_activations: bool = False
 
     def __post_init__(self):
         if self.kind not in BITS:
@@ -63,11 +65,12 @@ class WeightFormat:
             raise ValueError(f"weight: group must be positive, got {self.group}")
         if self.zeros and self.kind in _FLOATS:
             raise ValueError(f"weight: {self.kind} has no zeros")
-        if self.fp8_activations and self.kind != "fp8":
-            raise ValueError(f"weight: {self.kind} has no fp8_activations")
+        if self.rounded_activations and self.kind not in ROUNDED_KINDS:
+            raise ValueError(f"weight: {self.kind} has no rounded_activations")
 
     def __str__(self) -> str:
-        return f"{self.kind} by {self.group}" + ", fp8 activations" * self.fp8_activations
+        rounded = f", {self.kind} activations" if self.rounded_activations else ""
+        return f"{self.kind} by {self.group}{rounded}"
 
     @property
     def features(self) -> Features:
@@ -75,8 +78,8 @@ class WeightFormat:
         names = {f"weight.{self.kind}", f"weight.layout.{self.layout}"}
         if self.zeros:
             names.add("weight.zeros")
-        if self.fp8_activations:
-            names.add("weight.fp8_activations")
+        if self.rounded_activations:
+            names.add("weight.rounded_activations")
         return frozenset(names)
 
     @property
@@ -100,7 +103,7 @@ class WeightFormat:
         scales = jnp.zeros((*stack, k // self.group, *outs), self.scales)
         words = jnp.zeros((*stack, *words_shape(self.kind, shape, self.layout)), jnp.int32)
         zeros = scales if self.zeros else None
-        fixed = self.kind, self.group, tuple(shape), self.layout, self.fp8_activations
+        fixed = self.kind, self.group, tuple(shape), self.layout, self.rounded_activations
         return QTensor(words, scales, zeros, *fixed)
 
 
@@ -122,7 +125,7 @@ class QTensor:
       group: rows that share a scale.
       shape: (K,N) or (K,2,N).
       layout: order of the words.
-      fp8_activations: see `WeightFormat`.
+      rounded_activations: see `WeightFormat`.
     """
 
     words: Array
@@ -132,14 +135,14 @@ class QTensor:
     group: int = dataclasses.field(metadata={"static": True})
     shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     layout: str = dataclasses.field(default=PLAIN, metadata={"static": True})
-    fp8_activations: bool = dataclasses.field(default=False, metadata={"static": True})
+    rounded_activations: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @property
     def format(self) -> WeightFormat:
         """Its format."""
         scales = jnp.dtype(self.scales.dtype).name
         own = self.kind, self.group, self.zeros is not None, scales, self.layout
-        return WeightFormat(*own, self.fp8_activations)
+        return WeightFormat(*own, self.rounded_activations)
 
     @property
     def size(self) -> int:

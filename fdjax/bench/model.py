@@ -146,7 +146,7 @@ def model_rows(
         checked = generate(prompts, return_logprobs=True) if check == "logprobs" else first
         error = _decoding_error(lm, prompts[0], checked, logits or one_pass)
     tolerance = _TOLERANCE[jnp.dtype(lm.model.dtype).itemsize]
-    if any(weight.fp8_activations for weight in lm.config.weight_formats):
+    if any(weight.rounded_activations for weight in lm.config.weight_formats):
         tolerance = _FP8_TOLERANCE
     reason = None
     if not error <= tolerance:

@@ -137,7 +137,7 @@ def with_formats(
         if group is not None and k % group:
             raise ValueError(f"quantize: group must divide the {k} inputs of {name}, got {group}")
         kind = "fp8" if fp8 else f"int{bits}"
-        formats[path] = WeightFormat(kind, group or k, scales=scales, fp8_activations=fp8)
+        formats[path] = WeightFormat(kind, group or k, scales=scales, rounded_activations=fp8)
     return config.with_formats(formats)
 
 

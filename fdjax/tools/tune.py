@@ -26,20 +26,8 @@ from fdjax.models import (
     chain_shape,
     describe,
 )
-from fdjax.pallas_kernels.gemm import (
-    chain_counters,
-    linear_chain,
-    matmul,
-)
-from fdjax.pallas_kernels.gemm.hopper.flat_gemm import FLAT_GEMM, matmul_flat_gemm
-from fdjax.pallas_kernels.gemm.hopper.fp8_gemm import FP8_GEMM, Fp8GemmConfig, matmul_fp8
+from fdjax.pallas_kernels.gemm import MATMUL, chain_counters, linear_chain, matmul
 from fdjax.pallas_kernels.gemm.hopper.linear_chain import chain_mosaic
-from fdjax.pallas_kernels.gemm.hopper.packed_gemm import (
-    PACKED_GEMM,
-    PackedGemmConfig,
-    matmul_packed,
-)
-from fdjax.pallas_kernels.gemm.hopper.tall_gemm import TALL_GEMM, TallGemmConfig, matmul_tall
 from fdjax.pallas_kernels.norm import RMSNorm
 from fdjax.pallas_kernels.plan import (
     KERNEL_REVISIONS,
@@ -65,21 +53,14 @@ _FP8_TOLERANCE = 8e-2
 
 def candidates(shape: LinearShape, m: int) -> Sequence[Any]:
     """Tilings of a linear layer with M rows that are worth measuring."""
-    key = shape.key(m, itemsize=2)
-    kernels = (PACKED_GEMM, TALL_GEMM) if shape.weight else (FLAT_GEMM,)
-    if FP8_GEMM.needs <= shape.features and not FP8_GEMM.fits(key):
-        kernels = (FP8_GEMM,)
-    return [c for kernel in kernels if not kernel.fits(key) for c in kernel.candidates(key)]
+    key, features = shape.key(m, itemsize=2), shape.features
+    return [c for i in MATMUL if i.supports(key, features) for c in i.candidates(key)]
 
 
-def _run(config: Any, **operands: Any) -> jax.Array:
+def _run(*, config: Any, **operands: Any) -> jax.Array:
     """Run the linear layer with the kernel that a configuration belongs to."""
-    kernels = {
-        Fp8GemmConfig: matmul_fp8,
-        PackedGemmConfig: matmul_packed,
-        TallGemmConfig: matmul_tall,
-    }
-    return kernels.get(type(config), matmul_flat_gemm)(**operands, config=config)
+    kernel = next(i for i in MATMUL if i.config is type(config))
+    return kernel.run(**operands, batch_invariant=False, config=config)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +108,7 @@ def time_linear(
     operands = [_operands(shape, max(rows), w, i, dtype) for i, w in enumerate(weights)]
     calls = {m: [(_first(m, one),) for one in operands] for m in rows}
     reference = reference or next(iter(variants.values()))
-    rounded = shape.weight is not None and shape.weight.fp8_activations
+    rounded = shape.weight is not None and shape.weight.rounded_activations
     tolerance = _FP8_TOLERANCE if rounded else _TOLERANCE
     # Compiling autotunes on the device, so timing starts only when all variants are compiled.
     with concurrent.futures.ThreadPoolExecutor() as pool:
@@ -227,7 +208,7 @@ def measure_matmul(
             return matmul(**operands, **keys, preferred_element_type=result, implementation="xla")
 
         def kernel(operands, config, keys=keys, result=result):
-            return _run(config, **operands, **keys, dtype=result)
+            return _run(config=config, **operands, **keys, dtype=result)
 
         def tilings(m, shape=shape):
             return tuple(configs(shape, m))

@@ -295,7 +295,7 @@ def quantised_config(
     config: DecoderConfig,
     data: dict[str, Any] | None = None,
     *,
-    fp8_activations: bool = True,
+    rounded_activations: bool = True,
 ) -> DecoderConfig:
     """The architecture with the formats of the checkpoint's quantised weights.
 
@@ -303,7 +303,7 @@ def quantised_config(
       folder: the checkpoint.
       config: the architecture.
       data: content of its config.json; default the file's.
-      fp8_activations: whether activations may be rounded to fp8, if the checkpoint asks for it.
+      rounded_activations: whether activations may be rounded, if the checkpoint asks for it.
 
     Raises:
       CheckpointError: the format is not supported, or tensors do not fit it.
@@ -315,11 +315,11 @@ def quantised_config(
         return config
     stored = by_our_names(folder, config)
     config = with_stored_formats(config, stored_linears(scheme, config, stored))
-    if fp8_activations:
+    if rounded_activations:
         return config
     formats = config.formats_by_path.items()
     return config.with_formats(
-        {path: dataclasses.replace(form, fp8_activations=False) for path, form in formats}
+        {path: dataclasses.replace(form, rounded_activations=False) for path, form in formats}
     )
 
 
@@ -409,7 +409,7 @@ def _fused(
     shape = (k, *words.shape[1 + experts :])
     plain = QTensor(
         *(words, scales, zeros, form.kind, form.group, shape),
-        fp8_activations=form.fp8_activations,
+        rounded_activations=form.rounded_activations,
     )
     return _in_layout(plain, form.layout)
 

@@ -45,7 +45,7 @@ def to_quantise(config: DecoderConfig) -> Iterator[tuple[str, ParamPath, int]]:
 
 
 def quantised_formats(
-    config: DecoderConfig, kind: str, scales: str, *, fp8_activations: bool = True
+    config: DecoderConfig, kind: str, scales: str, *, rounded_activations: bool = True
 ) -> DecoderConfig:
     """The model with the weights of `to_quantise` quantised.
 
@@ -54,13 +54,13 @@ def quantised_formats(
       kind: "int4", with the largest group size of `GROUPS` that divides K; or "int8" or "fp8", with
         one scale per column.
       scales: dtype of the scales.
-      fp8_activations: whether activations beside weights in fp8 may be rounded to fp8.
+      rounded_activations: whether activations beside weights in fp8 may be rounded to fp8.
     """
-    rounds = kind == "fp8" and fp8_activations
+    rounds = kind == "fp8" and rounded_activations
     formats = config.formats_by_path
     for _, path, k in to_quantise(config):
         group = next((g for g in GROUPS if kind == "int4" and k % g == 0), k)
-        formats[path] = WeightFormat(kind, group, scales=scales, fp8_activations=rounds)
+        formats[path] = WeightFormat(kind, group, scales=scales, rounded_activations=rounds)
     return config.with_formats(formats)
 
 

@@ -15,6 +15,7 @@ from fdjax.pallas_kernels.dispatch import Dispatch, resolve
 from fdjax.pallas_kernels.gemm.hopper.dequantised import DEQUANTISED_GEMM
 from fdjax.pallas_kernels.gemm.hopper.flat_gemm import FLAT_GEMM
 from fdjax.pallas_kernels.gemm.hopper.fp8_gemm import FP8_GEMM
+from fdjax.pallas_kernels.gemm.hopper.int8_gemm import INT8_GEMM
 from fdjax.pallas_kernels.gemm.hopper.packed_gemm import PACKED_GEMM
 from fdjax.pallas_kernels.gemm.hopper.prompt_gemm import PROMPT_GEMM
 from fdjax.pallas_kernels.gemm.hopper.tall_gemm import TALL_GEMM
@@ -22,7 +23,10 @@ from fdjax.pallas_kernels.gemm.xla import MATMUL_XLA
 from fdjax.pallas_kernels.norm import LayerNorm, RMSNorm
 from fdjax.pallas_kernels.quantised import QTensor, check
 
-MATMUL = (PROMPT_GEMM, FLAT_GEMM, FP8_GEMM, TALL_GEMM, PACKED_GEMM, DEQUANTISED_GEMM, MATMUL_XLA)
+MATMUL = (
+    *(PROMPT_GEMM, FLAT_GEMM, FP8_GEMM, INT8_GEMM, TALL_GEMM, PACKED_GEMM, DEQUANTISED_GEMM),
+    MATMUL_XLA,
+)
 
 
 def matmul(

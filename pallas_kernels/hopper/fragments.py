@@ -20,7 +20,7 @@ from fdjax.pallas_kernels.bricks import BRICK
 from fdjax.pallas_kernels.hopper.tiles import LAYOUT
 from fdjax.pallas_kernels.quantised import BITS
 
-FP8_LAYOUT = plgpu.Layout.WGMMA_8BIT  # of a left operand of wgmma in fp8
+BYTE_LAYOUT = plgpu.Layout.WGMMA_8BIT  # of a left operand of wgmma in 8 bits
 
 _THREADS = 128
 _ROWS = 16  # rows of the weight of an instruction
@@ -145,41 +145,50 @@ cvt.rn.f16x2.e4m3x2 $1, second;
 }"""
 
 
-def fp8_codes(bricks: Any, start: int, width: int):
-    """Load some rows of a column of bricks of fp8 codes from shared memory, as they are.
+def byte_codes(bricks: Any, kind: str, start: int, width: int):
+    """Load some rows of a column of bricks of 8 bits from shared memory, as they are.
 
     Args:
       bricks, start, width: as for `unpacked`.
+      kind: "fp8" | "int8".
 
     Returns:
-      [64, width] float8_e4m3fn in `FP8_LAYOUT`, with the rows of the weight in the order of
-      `in_fp8_order`, so that no threads exchange codes.
+      [64, width] float8_e4m3fn, or int8 after 128 is subtracted, in `BYTE_LAYOUT`, with the rows of
+      the weight in the order of `in_byte_order`, so that no threads exchange codes.
     """
-    dtype = jnp.float8_e4m3fn
+    dtype = byte_dtype(kind)
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(),),
-        return_type=plgpu.ShapeDtypeStruct((BRICK, width), dtype, layout=FP8_LAYOUT),
+        return_type=plgpu.ShapeDtypeStruct((BRICK, width), dtype, layout=BYTE_LAYOUT),
     )
     def run(_, ref):
-        quad = ir.VectorType.get((4,), ir.Float8E4M3FNType.get())
+        byte = i8() if kind == "int8" else ir.Float8E4M3FNType.get()
+        quad = ir.VectorType.get((4,), byte)
         registers = []
-        for words in loaded_words(ref, "fp8", start // _ROWS, width // _ROWS):
+        for words in loaded_words(ref, kind, start // _ROWS, width // _ROWS):
+            if kind == "int8":
+                words = [arith.xori(word, constant(0x80808080)) for word in words]
             # The codes of the first column, then those of the one 8 further on.
             registers += [
                 mgpu_utils.bitcast(ptx(f"prmt.b32 $0, $1, $2, {codes}", *words), quad)
                 for codes in (0x6420, 0x7531)
             ]
-        return _fragment(registers, width, FP8_LAYOUT)
+        return _fragment(registers, width, BYTE_LAYOUT, True if kind == "int8" else None)
 
     return run(bricks)
 
 
-def in_fp8_order(x: Array) -> Array:
-    """The values of x [..., K] in the order of the codes of `fp8_codes`.
+def byte_dtype(kind: str) -> Any:
+    """The dtype of codes of 8 bits that tensor cores multiply."""
+    return jnp.int8 if kind == "int8" else jnp.float8_e4m3fn
 
-    Of 16 successive rows of the weight, a thread holds two pairs that are 8 apart. In fp8, it must
-    hold four successive ones.
+
+def in_byte_order(x: Array) -> Array:
+    """The values of x [..., K] in the order of the codes of `byte_codes`.
+
+    Of 16 successive rows of the weight, a thread holds two pairs that are 8 apart. With 8 bits, it
+    must hold four successive ones.
     """
     k = x.shape[-1]
     return x.reshape(-1, k // _ROWS, 2, 4, 2).swapaxes(2, 3).reshape(x.shape)
@@ -227,14 +236,16 @@ def loaded_words(ref: ir.Value, kind: str, first: int, count: int) -> list[list[
     return [words[i : i + each] for i in range(0, len(words), each)]
 
 
-def _fragment(registers: list[ir.Value], width: int, layout: Any) -> mgpu.FragmentedArray:
+def _fragment(
+    registers: list[ir.Value], width: int, layout: Any, is_signed: bool | None = None
+) -> mgpu.FragmentedArray:
     """The left operand [64, width] of a thread's registers."""
     layout = layout.to_mgpu()
     shape = layout.registers_shape((BRICK, width))
     return mgpu.FragmentedArray(
         _registers=np.array(registers, dtype=object).reshape(shape),
         _layout=layout,
-        _is_signed=None,
+        _is_signed=is_signed,
     )
 
 
@@ -300,6 +311,11 @@ def _powers(exponents: mgpu.FragmentedArray) -> list[ir.Value]:
         exponent = vector.extract(register, dynamic_position=[], static_position=[0])
         powers.append(arith.muli(exponent, constant(1 << 7 | 1 << 23)))
     return powers
+
+
+def i8() -> ir.Type:
+    """The type of a byte."""
+    return ir.IntegerType.get_signless(8)
 
 
 def i32() -> ir.Type:

@@ -391,7 +391,7 @@ def test_prefill_with_the_layers_in_a_loop(blocks):
         (WeightFormat("fp8", 128), 1, ["tall_gemm_kernel"]),
         *(
             (
-                WeightFormat("fp8", 128, fp8_activations=True),
+                WeightFormat("fp8", 128, rounded_activations=True),
                 blocks,
                 ["fp8_rows_kernel", "fp8_gemm_kernel"],
             )

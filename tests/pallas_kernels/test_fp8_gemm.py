@@ -26,8 +26,8 @@ from fdjax.pallas_kernels.gemm.hopper.fp8_gemm import (
     matmul_fp8,
 )
 from fdjax.pallas_kernels.gemm.hopper.tall_gemm import TallGemmConfig
-from fdjax.pallas_kernels.hopper.fp8_rows import fp8_rows
-from fdjax.pallas_kernels.hopper.fragments import in_fp8_order
+from fdjax.pallas_kernels.hopper.fragments import in_byte_order
+from fdjax.pallas_kernels.hopper.rounded_rows import rounded_rows
 from fdjax.pallas_kernels.norm import LayerNorm, RMSNorm
 from fdjax.pallas_kernels.plan import Plan
 from fdjax.pallas_kernels.quantised import WeightFormat
@@ -57,7 +57,7 @@ def rounded(x):
 def values_of(codes, scales):
     """The values [M,K] of the codes of rows as float64."""
     codes = np.asarray(codes).astype(np.float64)
-    codes = codes[:, np.argsort(in_fp8_order(np.arange(codes.shape[1])))]
+    codes = codes[:, np.argsort(in_byte_order(np.arange(codes.shape[1])))]
     with np.errstate(invalid="ignore"):
         return codes * np.asarray(scales).astype(np.float64)[:, None]
 
@@ -80,7 +80,7 @@ def check(case, config, **options):
         config=config,
         **options,
     )
-    rounded_x = values_of(*fp8_rows(jnp.asarray(x), norm, in_xla="interpret" in options))
+    rounded_x = values_of(*rounded_rows(jnp.asarray(x), norm, in_xla="interpret" in options))
     assert_matmul(
         np.asarray(y),
         oracle.matmul(rounded_x, exact_weight(one), gate=case.gate, **named),
@@ -124,7 +124,7 @@ def test_a_gate_must_fit_into_registers():
     ids=str,
 )
 def test_refuses_what_it_cannot_do(change, message):
-    form = WeightFormat("fp8", 128, layout="bricks", fp8_activations=True)
+    form = WeightFormat("fp8", 128, layout="bricks", rounded_activations=True)
     shape = dict(m=256, k=4096, n=4096, itemsize=2, gate=0) | form.key
     assert FP8_GEMM.refusal(shape, form.features) is None
     assert re.fullmatch(message, FP8_GEMM.refusal(shape | change, form.features))
@@ -139,15 +139,15 @@ def test_it_runs_only_where_activations_may_be_rounded():
         (8192, True, Fp8GemmConfig),
         (8192, False, TallGemmConfig),
     ):
-        one = dataclasses.replace(form, fp8_activations=allowed)
+        one = dataclasses.replace(form, rounded_activations=allowed)
         shape = dict(m=m, k=4096, n=4096, itemsize=2, gate=0, fused=0) | one.key
         chosen, _ = resolve(MATMUL, H100, None, one.features, **shape)
         assert (chosen.name, chosen.config) == ("mosaic_gpu", config)
 
 
-def test_only_weights_in_fp8_allow_it():
-    with pytest.raises(ValueError, match="int8 has no fp8_activations"):
-        WeightFormat("int8", 128, fp8_activations=True)
+def test_only_weights_in_8_bits_allow_it():
+    with pytest.raises(ValueError, match="int4 has no rounded_activations"):
+        WeightFormat("int4", 128, rounded_activations=True)
 
 
 @pytest.mark.parametrize("gate", [False, True])
@@ -190,7 +190,7 @@ def hostile(m, k, dtype):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_rows_are_rounded_as_numpy_does(dtype):
     x = hostile(9, 192, dtype)
-    codes, scales = jax.jit(functools.partial(fp8_rows, in_xla=True))(x)
+    codes, scales = jax.jit(functools.partial(rounded_rows, in_xla=True))(x)
     assert codes.dtype == jnp.float8_e4m3fn
     values = values_of(codes, scales)
     damaged = np.arange(9)[~np.isfinite(x.astype(np.float32)).all(axis=1)]
@@ -209,7 +209,7 @@ def test_codes_meet_the_values_of_x_in_their_order():
     # Of two words, bytes 0, 2, 4, 6 are a register, and 1, 3, 5, 7 another.
     lefts = words.view(np.uint8).reshape(128, 4, 4, 2).transpose(0, 1, 3, 2).copy()
     lefts = lefts.view(ml_dtypes.float8_e4m3fn).astype(np.float64)
-    ordered = in_fp8_order(x)
+    ordered = in_byte_order(x)
     got = np.zeros(64)
     for thread in range(128):
         warp, row, quarter = thread // 32, thread % 32 // 4, thread % 4
@@ -292,7 +292,9 @@ def test_rows_on_a_gpu_are_those_of_xla(k, dtype):
     scale = jax.random.uniform(jax.random.key(1), (k,), dtype, minval=0.5)
     for norm in (None, RMSNorm(scale, EPS), LayerNorm(scale, None, EPS)):
         got, want = (
-            jax.tree.map(np.asarray, jax.jit(functools.partial(fp8_rows, in_xla=in_xla))(x, norm))
+            jax.tree.map(
+                np.asarray, jax.jit(functools.partial(rounded_rows, in_xla=in_xla))(x, norm)
+            )
             for in_xla in (False, True)
         )
         values, exact = (values_of(*both) for both in (got, want))
@@ -358,7 +360,7 @@ def test_errors_on_a_gpu_do_not_grow_with_k():
         y = matmul_fp8(x, w, dtype=jnp.dtype(jnp.float32))
         weight = exact_weight(operands["w"])
         exact = oracle.matmul(np.asarray(x, np.float64), weight).value
-        same_codes = oracle.matmul(values_of(*fp8_rows(jnp.asarray(x))), weight).value
+        same_codes = oracle.matmul(values_of(*rounded_rows(jnp.asarray(x))), weight).value
         y = np.asarray(y).astype(np.float64)
         of_sums, total = (
             np.linalg.norm(y - want) / np.linalg.norm(want) for want in (same_codes, exact)
@@ -373,7 +375,7 @@ def test_errors_on_a_gpu_do_not_grow_with_k():
 def test_it_runs_by_name_on_a_gpu():
     case = Case(128, m=160, k=256, n=128)
     operands = operands_of(case)
-    q = dataclasses.replace(relaid(operands["w"], "bricks"), fp8_activations=True)
+    q = dataclasses.replace(relaid(operands["w"], "bricks"), rounded_activations=True)
     y, want = (
         np.asarray(jax.jit(functools.partial(matmul, implementation=name))(operands["x"], q))
         for name in ("mosaic_gpu", "xla")

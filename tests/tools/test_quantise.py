@@ -176,9 +176,9 @@ def test_a_model_is_quantised_while_it_is_loaded():
 @pytest.mark.slow
 @pytest.mark.parametrize("allowed", [True, False])
 def test_a_model_in_fp8_rounds_activations_if_it_may(two_layers, small, allowed):
-    options = {"plan": Plan(), "quantize": "fp8", "fp8_activations": allowed}
+    options = {"plan": Plan(), "quantize": "fp8", "rounded_activations": allowed}
     lm = fdjax.load(two_layers, **options)
-    formats = {(f.kind, f.fp8_activations) for f in lm.config.weight_formats}
+    formats = {(f.kind, f.rounded_activations) for f in lm.config.weight_formats}
     assert formats == {("fp8", allowed)}
     ids = small.tokenizer.encode("Once upon a time")
     ours, theirs = (m.score([ids]).logprobs[0] for m in (lm, small))

@@ -15,6 +15,7 @@ from fdjax.cli.main import main
 from fdjax.models import LinearShape, describe, layers_shape, parse_config
 from fdjax.pallas_kernels.gemm import FlatGemmConfig, linear_chain, matmul
 from fdjax.pallas_kernels.gemm.hopper.fp8_gemm import Fp8GemmConfig
+from fdjax.pallas_kernels.gemm.hopper.int8_gemm import Int8GemmConfig
 from fdjax.pallas_kernels.gemm.hopper.linear_chain import CHAIN_CANDIDATES
 from fdjax.pallas_kernels.gemm.hopper.packed_gemm import PackedGemmConfig
 from fdjax.pallas_kernels.gemm.hopper.tall_gemm import TallGemmConfig
@@ -107,8 +108,7 @@ def fake(monkeypatch):
         config = fn.keywords["config"] if isinstance(fn, functools.partial) else None
         return _timing(us[config])
 
-    monkeypatch.setattr(tune, "matmul_flat_gemm", kernel)
-    monkeypatch.setattr(tune, "matmul_packed", kernel)
+    monkeypatch.setattr(tune, "_run", kernel)
     monkeypatch.setattr(tune, "chain_mosaic", chain)
     monkeypatch.setattr(tune, "linear_chain", one_by_one)
     monkeypatch.setattr(tune, "_compile", compile_)
@@ -334,7 +334,8 @@ def test_candidates_fill_the_device_once(shape, m):
 
 
 def test_quantised_weights_have_the_candidates_of_all_kernels_that_run():
-    shape = LinearShape(4096, 4096, residual=True, weight=WeightFormat("int4", 128))
+    weight = WeightFormat("int4", 128, layout="bricks")
+    shape = LinearShape(4096, 4096, residual=True, weight=weight)
     kernels = {m: {type(config) for config in tune.candidates(shape, m)} for m in (1, 32, 33, 128)}
     assert kernels == {
         1: {PackedGemmConfig},
@@ -344,13 +345,33 @@ def test_quantised_weights_have_the_candidates_of_all_kernels_that_run():
     }
 
 
-@pytest.mark.parametrize("allowed", [True, False])
-def test_weights_in_fp8_have_the_candidates_of_the_kernel_that_would_run(allowed):
-    weight = WeightFormat("fp8", 4096, layout="bricks", fp8_activations=allowed)
+@pytest.mark.parametrize(
+    ("kind", "rounds", "config"),
+    [
+        *(("fp8", True, Fp8GemmConfig), ("fp8", False, None)),
+        *(("int8", True, Int8GemmConfig), ("int8", False, None)),
+    ],
+)
+def test_activations_are_rounded_only_where_they_may_be(kind, rounds, config):
+    weight = WeightFormat(kind, 4096, layout="bricks", rounded_activations=rounds)
     shape = LinearShape(4096, 4096, weight=weight)
     kernels = {m: {type(config) for config in tune.candidates(shape, m)} for m in (64, 65, 512)}
-    more = {Fp8GemmConfig} if allowed else {TallGemmConfig}
+    more = {TallGemmConfig, config} - {None}
     assert kernels == {64: {TallGemmConfig}, 65: more, 512: more}
+
+
+def test_a_configuration_runs_with_its_own_kernel(monkeypatch):
+    ran = []
+    kernels = [
+        dataclasses.replace(i, run=functools.partial(lambda i, **given: ran.append((i, given)), i))
+        for i in tune.MATMUL
+    ]
+    monkeypatch.setattr(tune, "MATMUL", kernels)
+    for i in kernels:
+        if i.config:
+            tune._run(config=i.config(), x=1)
+    assert [i.config for i, _ in ran] == [i.config for i in kernels if i.config]
+    assert ran[0][1] == {"x": 1, "batch_invariant": False, "config": ran[0][0].config()}
 
 
 def test_weights_beyond_the_device_have_no_candidate():

@@ -119,15 +119,22 @@ def test_weights_stay_quantised(case):
 
 
 @pytest.mark.parametrize("allowed", [True, False])
-@pytest.mark.parametrize("case", ["ct_fp8_block", "ct_fp8_channel", "fp8_block", "ct_int8"])
-def test_a_checkpoint_in_fp8_asks_for_activations_in_fp8(case, allowed):
+@pytest.mark.parametrize(
+    ("case", "asks"),
+    [
+        *((case, True) for case in ("ct_fp8_block", "ct_fp8_channel", "fp8_block")),
+        *(("ct_int8", True), ("ct_int8_tensor", True), ("ct_int8_channel", False)),
+        ("ct_int8_naive_asymmetric", False),
+    ],
+)
+def test_a_checkpoint_asks_for_rounded_activations(case, asks, allowed):
     config = parse_config(read_json(FIXTURES / case / "config.json"))
-    config = quantised_config(FIXTURES / case, config, fp8_activations=allowed)
+    config = quantised_config(FIXTURES / case, config, rounded_activations=allowed)
     model = describe(config, dtype="float32", plan=Plan())
-    want = allowed and case != "ct_int8"
-    assert {weight.fp8_activations for weight in config.weight_formats} == {want}
+    want = allowed and asks
+    assert {weight.rounded_activations for weight in config.weight_formats} == {want}
     leaves = jax.tree.leaves(load_params(FIXTURES / case, model), is_leaf=is_quantised)
-    assert {leaf.fp8_activations for leaf in leaves if is_quantised(leaf)} == {want}
+    assert {leaf.rounded_activations for leaf in leaves if is_quantised(leaf)} == {want}
 
 
 @pytest.mark.parametrize(
@@ -138,6 +145,10 @@ def test_a_checkpoint_in_fp8_asks_for_activations_in_fp8(case, allowed):
         ("ct_fp8_channel", None, False),
         ("ct_fp8_channel", {"num_bits": 8, "type": "float", "dynamic": False}, True),
         ("ct_fp8_channel", {"num_bits": 8, "type": "int", "dynamic": True}, False),
+        ("ct_int8", None, False),
+        ("ct_int8", {"num_bits": 8}, True),
+        ("ct_int8", {"num_bits": 4, "type": "int"}, False),
+        ("ct_int8", {"num_bits": 8, "type": "float"}, False),
     ],
 )
 def test_activations_are_rounded_only_as_the_checkpoint_says(case, change, want):
@@ -149,11 +160,13 @@ def test_activations_are_rounded_only_as_the_checkpoint_says(case, change, want)
         for group in described["config_groups"].values():
             group["input_activations"] = change
     config = quantised_config(FIXTURES / case, parse_config(data), data)
-    assert {weight.fp8_activations for weight in config.weight_formats} == {want}
+    assert {weight.rounded_activations for weight in config.weight_formats} == {want}
 
 
 def test_layers_that_fuse_round_activations_only_if_all_of_them_do():
-    forms = [WeightFormat("fp8", 64, fp8_activations=allowed) for allowed in (True, True, False)]
+    forms = [
+        WeightFormat("fp8", 64, rounded_activations=allowed) for allowed in (True, True, False)
+    ]
     linears = [StoredLinear((64, 64), (), form, None) for form in forms]
     assert fused_format(linears[:2]) == forms[0]
     assert fused_format(linears) == forms[2]
@@ -162,14 +175,14 @@ def test_layers_that_fuse_round_activations_only_if_all_of_them_do():
 @pytest.mark.slow
 @pytest.mark.parametrize("allowed", [True, False])
 def test_load_says_whether_activations_may_be_rounded(allowed):
-    options = {"compilation_cache": False, "progress": False, "fp8_activations": allowed}
+    options = {"compilation_cache": False, "progress": False, "rounded_activations": allowed}
     lm = fdjax.load(FIXTURES / "ct_fp8_channel", **options)
-    assert {weight.fp8_activations for weight in lm.config.weight_formats} == {allowed}
+    assert {weight.rounded_activations for weight in lm.config.weight_formats} == {allowed}
 
 
 def test_load_takes_no_other_answer():
-    with pytest.raises(TypeError, match="fp8_activations must be True or False, got 'no'"):
-        fdjax.load(FIXTURES / "ct_fp8_channel", fp8_activations="no")
+    with pytest.raises(TypeError, match="rounded_activations must be True or False, got 'no'"):
+        fdjax.load(FIXTURES / "ct_fp8_channel", rounded_activations="no")
 
 
 slow = pytest.mark.slow

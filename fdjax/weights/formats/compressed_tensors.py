@@ -48,7 +48,7 @@ class Group:
       strategy: "tensor" | "channel" | "group" | "block".
       group_size: size of a group, for "group".
       block: (rows of N, columns of K) of a block, for "block".
-      fp8_activations: whether activations may be rounded to fp8.
+      rounded_activations: whether activations may be rounded to `kind`.
     """
 
     targets: tuple[str, ...]
@@ -57,7 +57,7 @@ class Group:
     strategy: str
     group_size: int | None
     block: tuple[int, int] | None
-    fp8_activations: bool
+    rounded_activations: bool
 
     @classmethod
     def parse(cls, data: dict[str, Any], source: str) -> "Group | None":
@@ -100,14 +100,21 @@ class Group:
             strategy,
             group_size,
             tuple(block) if block else None,
-            kinds[bits, kind] == "fp8" and _is_fp8(reader.get("input_activations", dict, None)),
+            _rounds(kinds[bits, kind], strategy, reader.get("input_activations", dict, None)),
         )
 
 
-def _is_fp8(activations: dict[str, Any] | None) -> bool:
-    """Whether a group quantises activations to fp8, with scales that it holds or with new ones."""
+def _rounds(kind: str, strategy: str, activations: dict[str, Any] | None) -> bool:
+    """Whether a group quantises activations to the kind of its weights.
+
+    The scales of activations may be new ones, or the group holds them. int8 needs a scale for each
+    column, so that sums are integers.
+    """
     described = activations or {}
-    return (described.get("num_bits"), described.get("type")) == (8, "float")
+    wanted = described.get("num_bits"), described.get("type", "int")
+    if kind == "int8":
+        return wanted == (8, "int") and strategy in ("channel", "tensor")
+    return kind == "fp8" and wanted == (8, "float")
 
 
 def is_block(block: Any) -> bool:
@@ -284,7 +291,7 @@ def _naive(group: Group, module: str, shape, stored: Stored, source: str) -> Sto
         k // len(columns),
         zero is not None,
         scale_dtype(scale),
-        fp8_activations=group.fp8_activations,
+        rounded_activations=group.rounded_activations and zero is None,
     )
     return StoredLinear(shape, tuple(names), form, read)
 

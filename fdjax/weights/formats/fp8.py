@@ -29,12 +29,12 @@ class FP8:
 
     Attributes:
       block: (rows of N, columns of K) of a block; None for one scale per tensor or channel.
-      fp8_activations: whether activations may be rounded to fp8.
+      rounded_activations: whether activations may be rounded to fp8.
       source: name of config.json, for errors.
     """
 
     block: tuple[int, int] | None
-    fp8_activations: bool
+    rounded_activations: bool
     source: str
 
     @classmethod
@@ -79,6 +79,6 @@ class FP8:
             "fp8",
             k // len(columns),
             scales=scale_dtype(scale),
-            fp8_activations=self.fp8_activations,
+            rounded_activations=self.rounded_activations,
         )
         return StoredLinear(shape, (name, scale.name), form, read)

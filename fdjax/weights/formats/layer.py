@@ -103,7 +103,7 @@ def fused_format(linears: Sequence[StoredLinear | None]) -> WeightFormat | None:
         math.gcd(*(one.group for one in formats)),
         any(one.zeros for one in formats),
         scales.pop() if len(scales) == 1 else "float32",
-        fp8_activations=all(one.fp8_activations for one in formats),
+        rounded_activations=all(one.rounded_activations for one in formats),
     )
 
 

@@ -8,8 +8,7 @@ The tensor cores add fp8 products with about 14 bits. So they add up to 128 rows
 and these sums are added in fp32 (two levels, as DeepSeek-V3 does). Warpgroups take turns: one adds
 while the tensor cores run the others' products. With 4096 rows, this takes 14 % of the time.
 
-The rest is as in `tall_gemm`. The words of a weight are those of all other kernels: a thread has
-the codes that it needs, but in another order of rows, which `fp8_rows` brings x into.
+The rest is as in `tall_gemm` and `byte_tile`.
 """
 
 import dataclasses
@@ -22,19 +21,15 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from fdjax.pallas_kernels.bricks import BRICK, unpack_bricks
+from fdjax.pallas_kernels.bricks import BRICK
 from fdjax.pallas_kernels.dispatch import Implementation, Shape, needs_half, on_gpu
-from fdjax.pallas_kernels.gemm.hopper.tall_gemm import TallTile, launch, operands_beside_x
+from fdjax.pallas_kernels.gemm.hopper.byte_tile import STEP, ByteTile, product
 from fdjax.pallas_kernels.gemm.hopper.tall_tiling import CLUSTER_MULTIPROCESSORS, row_tiles_of
-from fdjax.pallas_kernels.hopper.conditional import when
-from fdjax.pallas_kernels.hopper.fp8_rows import fp8_rows
-from fdjax.pallas_kernels.hopper.fragments import fp8_codes, in_fp8_order
-from fdjax.pallas_kernels.hopper.tiles import LAYOUT, in_eights, load
+from fdjax.pallas_kernels.hopper.tiles import LAYOUT, load
 from fdjax.pallas_kernels.norm import LayerNorm, RMSNorm
 from fdjax.pallas_kernels.quantised import PLAIN, WEIGHT_FEATURES, QTensor
 
 _LEAST_ROWS = 65  # with fewer, `tall_gemm` is about as fast, and does not round x
-_STEP = 128  # rows of the weight whose products are added in fp8
 _REGISTERS = {1: (255, None), 2: (224, 56), 3: (160, 32)}
 # For estimates, measured on an H200: time of a step with 128 rows, by columns of bricks; time of
 # both ends of a block, and of the exchange of sums.
@@ -57,7 +52,7 @@ class Fp8GemmConfig:
     stages: int = 6
     split: int = 1
 
-    deep = _STEP // BRICK  # height of a tile of the ring in bricks, see `TallGemmConfig`
+    deep = STEP // BRICK  # height of a tile of the ring in bricks, see `TallGemmConfig`
 
     def __post_init__(self):
         if not 1 <= self.wide <= 4:
@@ -78,7 +73,7 @@ class Fp8GemmConfig:
         """The estimated time in microseconds."""
         tiles_m, tile_m = row_tiles_of(m, self.block_m)
         blocks = -(-n // (self.wide * BRICK)) * tiles_m * self.split
-        steps = -(-k // (_STEP * self.split))
+        steps = -(-k // (STEP * self.split))
         us = _STEP_US[self.wide * (1 + gate)] * (1 + 2 * tile_m / 128) / 3
         ends = _ENDS_US + _SPLIT_US * (self.split > 1)
         return -(-blocks // CLUSTER_MULTIPROCESSORS[self.split]) * (steps * us + ends)
@@ -104,7 +99,7 @@ def matmul_fp8(
     config: Fp8GemmConfig | None = None,
     interpret: Any = None,
 ) -> Array:
-    """`matmul` of x [M,K] in fp8 and a weight in fp8, as two kernels: `fp8_rows` comes first.
+    """`matmul` of x [M,K] in fp8 and a weight in fp8, as two kernels: `rounded_rows` comes first.
 
     Args:
       x: [M,K] bfloat16 or float16, which is rounded to fp8 with a scale for each row.
@@ -125,27 +120,24 @@ def matmul_fp8(
     if m == 0:
         return jnp.zeros((m, n), dtype)
     config = config or Fp8GemmConfig.for_shape(m, k, n, gate=gate is not None)
-    added = None
-    if residual is not None and residual.dtype != dtype:
-        residual, added = None, residual.astype(jnp.float32)
-    x, residual = in_eights(x, residual)
-    codes, scales = fp8_rows(x, norm, in_xla=interpret is not None)
-    y = launch(
-        {"x": codes, "x_scales": scales} | operands_beside_x(w, layer, bias, residual),
+    return product(
+        x,
+        w,
         Fp8Tile,
-        kind=w.kind,
-        group=w.group,
+        layer=layer,
+        norm=norm,
+        bias=bias,
         gate=gate,
         activation=activation,
-        dtype=jnp.dtype(dtype if added is None else jnp.float32),
+        residual=residual,
+        dtype=dtype,
         config=config,
         interpret=interpret,
     )
-    return y[:m] if added is None else (y[:m] + added).astype(dtype)
 
 
-class Fp8Tile(TallTile):
-    """A block's tile of a product in fp8. The residual comes to where the result leaves from."""
+class Fp8Tile(ByteTile):
+    """A block's tiles of a product in fp8."""
 
     kernel_name = "fp8_gemm_kernel"
     scales_columns_late = False  # sums are multiplied in any case
@@ -157,70 +149,8 @@ class Fp8Tile(TallTile):
             raise NotImplementedError(f"matmul: {self.config} has no registers for a gate")
         # Three warpgroups overlap better than two, but have registers for one column each.
         self.warpgroups = 3 if self.wide == 3 else min(self.wide, 2)
-        self.pieces, self.unit = self.wide // self.warpgroups, _STEP
+        self.pieces, self.unit = self.wide // self.warpgroups, STEP
         self.registers = _REGISTERS[self.warpgroups]
-
-    def stored_rows(self) -> int:
-        """All rows of the block, if they come with a residual."""
-        return self.shares[0][1] if "residual" in self.operands else super().stored_rows()
-
-    def late_tiles(self) -> int:
-        """None: neither the residual nor the scales of x come through the ring."""
-        return 0
-
-    def x_swizzle(self) -> int:
-        """128 bytes, if they divide a row of x: TMA needs it."""
-        return 64 if self.k % _STEP else _STEP
-
-    def more_vectors(self) -> dict[str, Any]:
-        """The scales of x. Mosaic copies multiples of 128 bytes."""
-        return {"x_scales": ((-(-self.tile_m // 32) * 32,), jnp.float32)}
-
-    def scratch(self) -> dict[str, Any]:
-        """See `TallTile`."""
-        scratch = super().scratch()
-        copies = 1 + self.wide * ("residual" in self.operands)
-        scratch["rest_full"] = plgpu.Barrier(num_arrivals=copies)
-        scratch["rest_empty"] = plgpu.Barrier(num_arrivals=self.warpgroups)
-        return scratch
-
-    def fetch_all(self, fetch: Any) -> None:
-        """Copy the scales of x and the residual after as many steps as the ring has room for."""
-        first = min(self.stages, self.steps)
-        lax.fori_loop(0, first, fetch, None)
-        gmem, smem, full = self.gmem, self.smem, self.smem["rest_full"]
-        when(self.first > 0)(lambda: plgpu.barrier_wait(smem["rest_empty"]))
-        target = smem["x_scales"]
-        scales = gmem["x_scales"].at[pl.ds(self.row, target.shape[0])]
-        plgpu.copy_gmem_to_smem(scales, target, full)
-        if "residual" in gmem:
-            self._fetch_residual(full)
-        lax.fori_loop(first, self.steps, fetch, None)
-
-    def end_tile(self) -> None:
-        """See `TallTile`."""
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        plgpu.barrier_arrive(self.smem["rest_empty"])
-
-    def _produce(self) -> None:
-        """See `TallTile`."""
-        super()._produce()
-        plgpu.barrier_wait(self.smem["rest_empty"])
-
-    def _fetch_residual(self, full) -> None:
-        """Copy the rows of the residual that this block stores."""
-        for rank, (first, end) in enumerate(self.shares):
-
-            @when(jnp.int32(self.rank) == rank)
-            def _(first=first, size=end - first):
-                for brick in range(self.wide):
-                    if size == 0:
-                        plgpu.barrier_arrive(full)
-                        continue
-                    columns = pl.ds((self.column + brick) * BRICK, BRICK)
-                    source = self.gmem["residual"].at[pl.ds(self.row + first, size), columns]
-                    target = self.smem["y"].at[brick, pl.ds(0, size)]
-                    plgpu.copy_gmem_to_smem(source, target, full)
 
     def sums(self, warpgroup) -> list[Array]:
         """See `TallTile`."""
@@ -251,35 +181,8 @@ class Fp8Tile(TallTile):
     def _product(self, slot, brick, part, accumulator) -> Array:
         """The product of 64 columns in a step [64, tile_m]."""
         words, x = self.smem["w"].at[slot, part, brick], self.smem["x"].at[slot]
-        if self.interpreted:
-            a = self._interpreted_codes(words, brick)
-        else:
-            a = fp8_codes(words, 0, _STEP)
-        plgpu.wgmma(accumulator, a, x.T)
+        plgpu.wgmma(accumulator, self.codes(words, brick), x.T)
         return accumulator[...]
-
-    def _interpreted_codes(self, words, brick) -> Any:
-        """The interpreter knows no operand in registers."""
-        codes = unpack_bricks(words[...][None, :, :, :], self.kind)  # [K,N]
-        codes = lax.bitcast_convert_type(codes, jnp.float8_e4m3fn)
-        a = self.smem["a"].at[brick]
-        a[...] = in_fp8_order(codes.T)
-        plgpu.commit_smem()
-        return a
-
-    def await_late(self, brick) -> None:
-        """Wait for the scales of x, and the residual."""
-        plgpu.barrier_wait(self.smem["rest_full"])
-
-    def with_scales(self, sums, start) -> list[Array]:
-        """The sums times the scales of x."""
-        rows = sums[0].shape[1]
-        scales = load(self.smem["x_scales"].at[pl.ds(start, rows)], LAYOUT.reduce(0))
-        return [values * lax.broadcast_in_dim(scales, values.shape, [1]) for values in sums]
-
-    def residual(self, brick, start, rows) -> Any:
-        """See `TallTile`."""
-        return self.smem["y"].at[brick, pl.ds(0, rows)] if "residual" in self.gmem else None
 
 
 def _candidates(shape: Shape) -> list[Fp8GemmConfig]:
@@ -296,8 +199,8 @@ def _fits(shape: Shape) -> str | None:
     group = shape.get("fp8")
     if group is None:
         return "needs weights in fp8"
-    if group % _STEP and group < shape["k"]:
-        return f"takes groups of multiples of {_STEP}, or of all rows, got {group}"
+    if group % STEP and group < shape["k"]:
+        return f"takes groups of multiples of {STEP}, or of all rows, got {group}"
     return None
 
 
@@ -309,7 +212,7 @@ FP8_GEMM = Implementation(
     *("matmul", "mosaic_gpu", _run),
     can=frozenset({"norm", "layer_norm", "bias", "gate", "activation", "residual"})
     | (WEIGHT_FEATURES - {f"weight.layout.{PLAIN}"}),
-    needs=frozenset({"weight.fp8_activations"}),
+    needs=frozenset({"weight.rounded_activations"}),
     fits=_fits,
     heuristic=on_gpu,
     capabilities=((9, 0), (9, 1)),

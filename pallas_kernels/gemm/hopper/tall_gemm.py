@@ -210,6 +210,7 @@ class TallTile:
 
     kernel_name = "tall_gemm_kernel"
     scales_columns_late = True  # if they have one scale
+    sum_dtype = jnp.float32
 
     def __init__(
         self, operands, *, kind, group, gate, activation, dtype, config, interpreted
@@ -460,7 +461,7 @@ class TallTile:
         """Sums [64, tile_m] of all steps, for each part of each of a warpgroup's pieces."""
         bricks = [warpgroup * self.pieces + piece for piece in range(self.pieces)]
         each = [(brick, part) for brick in bricks for part in range(self.parts)]
-        accumulator = plgpu.ACC((BRICK, self.tile_m), jnp.float32)
+        accumulator = plgpu.ACC((BRICK, self.tile_m), self.sum_dtype)
         multiply = functools.partial(self._multiply, each)
         return pl.run_scoped(multiply, *[accumulator] * len(each))
 

@@ -345,7 +345,7 @@ LAYERS_HOPPER = Implementation(
     # Features of a decoder block. The kernel uses a running maximum and ignores φ.
     can=frozenset({"attention.rope", "attention.phi", "attention.unified", "tensor_parallel"})
     | {"weight.int4", "weight.int8", "weight.fp8", "weight.zeros", f"weight.layout.{BRICKS}"}
-    | {"weight.fp8_activations"}  # which may be in fp8, but need not
+    | {"weight.rounded_activations"}  # which may be in fp8, but need not
     | cache_features("int8"),
     fits=_fits,
     heuristic=_heuristic,

@@ -1,0 +1,230 @@
+"""GEMM for prompts with weights and activations in int8 on Hopper, in one launch.
+
+Tensor cores multiply int8 twice as fast as bf16. Each row of x gets a scale, so that its largest
+value is 127, and each column of the weight has one. So sums of codes are exact in int32, and scales
+multiply the results. The rest is as in `tall_gemm` and `byte_tile`.
+"""
+
+import dataclasses
+import itertools
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from fdjax.pallas_kernels.bricks import BRICK
+from fdjax.pallas_kernels.dispatch import Implementation, Shape, needs_half, never
+from fdjax.pallas_kernels.gemm.hopper.byte_tile import STEP, ByteTile, product
+from fdjax.pallas_kernels.gemm.hopper.tall_tiling import (
+    CLUSTER_MULTIPROCESSORS,
+    REGISTERS,
+    SMEM_BYTES,
+    STORED_BYTES,
+    row_tiles_of,
+)
+from fdjax.pallas_kernels.norm import LayerNorm, RMSNorm
+from fdjax.pallas_kernels.quantised import PLAIN, WEIGHT_FEATURES, QTensor
+
+_LEAST_ROWS = 65  # as in `fp8_gemm`
+_MOST_K = 1 << 17  # whose sums fit into int32
+# Registers of a thread that hold neither sums nor the codes of two steps.
+_OTHER_REGISTERS = 28
+# For estimates, guessed from fp8: time of a step by rows and columns of bricks, and beside them;
+# time of both ends of a block, between two of its tiles, and of the exchange of sums.
+_ROW_US, _STEP_US, _ENDS_US, _BETWEEN_US, _SPLIT_US = 0.0014, 0.03, 5.0, 2.2, 2.8
+
+
+@dataclasses.dataclass(frozen=True)
+class Int8GemmConfig:
+    """Tiling of `matmul_int8`.
+
+    Attributes:
+      wide: columns of a block in bricks of 64, 1 to 4; with a gate, of each half.
+      block_m: largest number of rows of a block, a multiple of 8 up to 256.
+      stages: largest number of tiles in the ring; K or shared memory may allow fewer.
+      split: number of blocks that share K, at most 8.
+    """
+
+    wide: int = 3
+    block_m: int = 128
+    stages: int = 6
+    split: int = 1
+
+    deep = STEP // BRICK  # height of a tile of the ring in bricks, see `TallGemmConfig`
+
+    def __post_init__(self):
+        if not 1 <= self.wide <= 4:
+            raise ValueError(f"int8_gemm: wide must be in 1..4, got {self.wide}")
+        if self.block_m not in range(8, 257, 8):
+            raise ValueError(
+                f"int8_gemm: block_m must be a multiple of 8 up to 256, got {self.block_m}"
+            )
+        if self.stages < 2:
+            raise ValueError(f"int8_gemm: stages must be at least 2, got {self.stages}")
+        if not 1 <= self.split <= 8:
+            raise ValueError(f"int8_gemm: split must be in 1..8, got {self.split}")
+
+    @property
+    def warpgroups(self) -> int:
+        """Warpgroups that multiply."""
+        return 3 if self.wide == 3 else min(self.wide, 2)
+
+    def has_registers(self, tile_m: int, *, gate: bool) -> bool:
+        """Whether a thread has registers for its sums, and for the codes of two steps."""
+        sums = self.wide // self.warpgroups * (1 + gate) * tile_m // 2
+        codes = 2 * STEP // 8
+        return sums + codes + _OTHER_REGISTERS <= REGISTERS[self.warpgroups][0]
+
+    def fits(self, tile_m: int, *, gate: bool) -> bool:
+        """Whether shared memory has room for two tiles of the ring, beside sums and a residual."""
+        columns, share = self.wide * (1 + gate), -(-tile_m // (8 * self.split)) * 8
+        received = 4 * BRICK * columns * share * (self.split - 1)
+        results = max(STORED_BYTES, 2 * BRICK * share) * self.wide
+        tile = STEP * (tile_m + BRICK * columns)
+        return received + results + 2 * tile + 1024 <= SMEM_BYTES
+
+    @classmethod
+    def for_shape(cls, m: int, k: int, n: int, *, gate: bool = False) -> "Int8GemmConfig":
+        """The tiling of the least estimated time."""
+        return ranked(m, k, n, gate=gate)[0]
+
+    def estimate(self, m: int, k: int, n: int, *, gate: bool) -> float:
+        """The estimated time in microseconds."""
+        tiles_m, tile_m = row_tiles_of(m, self.block_m)
+        blocks = -(-n // (self.wide * BRICK)) * tiles_m * self.split
+        steps = -(-k // (STEP * self.split))
+        us = steps * (_STEP_US + _ROW_US * self.wide * (1 + gate) * tile_m)
+        waves = -(-blocks // CLUSTER_MULTIPROCESSORS[self.split])
+        if self.split > 1:
+            return waves * (us + _ENDS_US + _SPLIT_US)
+        return waves * us + _ENDS_US + (waves - 1) * _BETWEEN_US
+
+
+def ranked(m: int, k: int, n: int, *, gate: bool) -> list[Int8GemmConfig]:
+    """Tilings, the one of the least estimated time first."""
+    tiles = range(-(-m // 256), -(-m // 64) + 1)
+    heights = dict.fromkeys(row_tiles_of(m, -(-m // count))[1] for count in tiles)
+    options = itertools.product((3, 2, 4), heights, (6,), (1, 2, 3, 4))
+    found = [
+        config
+        for config in itertools.starmap(Int8GemmConfig, options)
+        if config.has_registers(config.block_m, gate=gate)
+        and config.fits(config.block_m, gate=gate)
+        and (config.split == 1 or k >= 1024 * config.split)
+    ]
+    return sorted(found, key=lambda config: config.estimate(m, k, n, gate=gate))
+
+
+def matmul_int8(
+    x: Array,
+    w: QTensor,
+    *,
+    layer: Array | int | None = None,
+    norm: RMSNorm | LayerNorm | None = None,
+    bias: Array | None = None,
+    gate: str | None = None,
+    activation: str | None = None,
+    residual: Array | None = None,
+    dtype: Any,
+    config: Int8GemmConfig | None = None,
+    interpret: Any = None,
+) -> Array:
+    """`matmul` of x [M,K] in int8 and a weight in int8, as two kernels: `rounded_rows` comes first.
+
+    Args:
+      x: [M,K] bfloat16 or float16, which is rounded to int8 with a scale for each row.
+      w: [K,N], or [K,2,N] with `gate`, in the layout "bricks", with one scale for each column and
+        no zeros; with `layer` stacks of these.
+      layer, norm, bias, gate, activation, residual: as for `matmul`; residual is [M,N].
+      dtype: dtype of the result.
+      config: default `Int8GemmConfig.for_shape`.
+      interpret: parameters of the interpreter, or None. It knows no clusters.
+
+    Returns:
+      [M,N].
+
+    Raises:
+      NotImplementedError: registers or shared memory have no room for the configuration.
+    """
+    (m, k), n = x.shape, w.shape[-1]
+    if m == 0:
+        return jnp.zeros((m, n), dtype)
+    return product(
+        x,
+        w,
+        Int8Tile,
+        layer=layer,
+        norm=norm,
+        bias=bias,
+        gate=gate,
+        activation=activation,
+        residual=residual,
+        dtype=dtype,
+        config=config or Int8GemmConfig.for_shape(m, k, n, gate=gate is not None),
+        interpret=interpret,
+    )
+
+
+class Int8Tile(ByteTile):
+    """A block's tiles of a product in int8."""
+
+    kernel_name = "int8_gemm_kernel"
+    sum_dtype = jnp.int32
+
+    def set_warpgroups(self) -> None:
+        """See `TallTile`."""
+        config = self.config
+        if not config.has_registers(self.tile_m, gate=self.gate is not None):
+            raise NotImplementedError(
+                f"matmul: {config} has no registers for {self.parts} x {self.tile_m} rows of sums"
+            )
+        self.warpgroups, self.unit = config.warpgroups, STEP
+        self.pieces = self.wide // self.warpgroups
+        self.registers = REGISTERS[self.warpgroups]
+
+    def sums(self, warpgroup) -> list[Array]:
+        """See `TallTile`."""
+        return [total.astype(jnp.float32) for total in super().sums(warpgroup)]
+
+    def _weights(self, brick, at, slot, part, start) -> Any:
+        """See `TallTile`. A step is a unit."""
+        return self.codes(self.smem["w"].at[slot, part, brick], brick)
+
+
+def _candidates(shape: Shape) -> list[Int8GemmConfig]:
+    """Tilings that `fdjax tune` tries."""
+    gate = bool(shape["gate"])
+    return ranked(shape["m"], shape["k"], shape["n"] // (1 + gate), gate=gate)[:12]
+
+
+def _fits(shape: Shape) -> str | None:
+    if problem := needs_half(shape):
+        return problem
+    if shape["m"] < _LEAST_ROWS:
+        return f"takes at least {_LEAST_ROWS} rows, got {shape['m']}"
+    if "int8" not in shape:
+        return "needs weights in int8"
+    if shape["int8"] < shape["k"]:
+        return f"takes one scale for each column, got groups of {shape['int8']}"
+    if shape["k"] > _MOST_K:
+        return f"takes K of up to {_MOST_K}, got {shape['k']}"
+    return None
+
+
+def _run(x, w, *, batch_invariant, **keywords):
+    return matmul_int8(x, w, **keywords)
+
+
+INT8_GEMM = Implementation(
+    *("matmul", "mosaic_gpu", _run),
+    can=frozenset({"norm", "layer_norm", "bias", "gate", "activation", "residual"})
+    | (WEIGHT_FEATURES - {f"weight.layout.{PLAIN}", "weight.zeros"}),
+    needs=frozenset({"weight.rounded_activations"}),
+    fits=_fits,
+    heuristic=never,  # it has not run on a GPU: only a table chooses it
+    capabilities=((9, 0), (9, 1)),
+    config=Int8GemmConfig,
+    candidates=_candidates,
+    shared=False,  # it has not run there
+    in_place=True,
+)
