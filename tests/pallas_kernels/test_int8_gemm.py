@@ -232,7 +232,7 @@ def test_compiles_without_spills_or_waits(case, config, monkeypatch, capfd):
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     compile_for("h100", run, _spec(case.m, case.k, dtype=case.dtype), kwargs=operands)
     report = capfd.readouterr().out
-    assert spilled(report) <= 40  # numbers that are used outside of the loops over K
+    assert spilled(report) <= 48  # numbers that are used outside of the loops over K
     assert "wgmma.mma_async instructions are serialized" not in report
 
 
