@@ -18,42 +18,50 @@ from fdjax.pallas_kernels.hopper.conditional import when
 from fdjax.pallas_kernels.hopper.fragments import byte_codes, byte_dtype, in_byte_order
 from fdjax.pallas_kernels.hopper.rounded_rows import rounded_rows
 from fdjax.pallas_kernels.hopper.tiles import LAYOUT, in_eights, load
+from fdjax.pallas_kernels.norm import LayerNorm, RMSNorm
 from fdjax.pallas_kernels.quantised import QTensor
 
 STEP = 128  # rows of the weight that are multiplied at once
 
 
-def product(x: Array, w: QTensor, make: type["ByteTile"], **options: Any) -> Array:
+def product(
+    x: Array,
+    w: QTensor,
+    make: type["ByteTile"],
+    *,
+    layer: Array | int | None,
+    norm: RMSNorm | LayerNorm | None,
+    bias: Array | None,
+    residual: Array | None,
+    dtype: Any,
+    interpret: Any,
+    **fixed: Any,
+) -> Array:
     """`matmul` of x [M,K] after it is rounded, and a weight, as two kernels.
 
     Args:
       x: [M,K] bfloat16 or float16, M >= 1, which is rounded with a scale for each row.
       w: weight in the layout "bricks"; a stack of these with `layer`.
       make: class of the tiles.
-      **options: as for `fp8_gemm.matmul_fp8`, all of them.
+      layer, norm, bias, residual, dtype, interpret: as for `fp8_gemm.matmul_fp8`.
+      **fixed: gate, activation and config.
 
     Returns:
       [M,N].
     """
-    norm, residual, dtype, config, interpret = (
-        options[name] for name in ("norm", "residual", "dtype", "config", "interpret")
-    )
     m, added = len(x), None
     if residual is not None and residual.dtype != dtype:
         residual, added = None, residual.astype(jnp.float32)
     x, residual = in_eights(x, residual)
     codes, scales = rounded_rows(x, norm, kind=w.kind, in_xla=interpret is not None)
     y = launch(
-        {"x": codes, "x_scales": scales}
-        | operands_beside_x(w, options["layer"], options["bias"], residual),
+        {"x": codes, "x_scales": scales} | operands_beside_x(w, layer, bias, residual),
         make,
         kind=w.kind,
         group=w.group,
-        gate=options["gate"],
-        activation=options["activation"],
         dtype=jnp.dtype(dtype if added is None else jnp.float32),
-        config=config,
         interpret=interpret,
+        **fixed,
     )
     return y[:m] if added is None else (y[:m] + added).astype(dtype)
 
