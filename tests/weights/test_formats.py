@@ -23,6 +23,7 @@ from fdjax.models import CheckpointError, describe, parse_config, weight_map
 from fdjax.pallas_kernels.plan import Plan
 from fdjax.pallas_kernels.quantised import WeightFormat, dequantise, is_quantised
 from fdjax.weights.checkpoint import load_params, quantised_config, read_json
+from fdjax.weights.formats.compressed_tensors import Group
 from fdjax.weights.formats.layer import StoredLinear, fused_format
 from fdjax.weights.formats.scheme import scheme_of
 from fdjax.weights.stored import stored_tensors
@@ -161,6 +162,16 @@ def test_activations_are_rounded_only_as_the_checkpoint_says(case, change, want)
             group["input_activations"] = change
     config = quantised_config(FIXTURES / case, parse_config(data), data)
     assert {weight.rounded_activations for weight in config.weight_formats} == {want}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "want"), [("channel", True), ("tensor", True), ("group", False)]
+)
+def test_activations_in_int8_need_one_scale_for_each_column(strategy, want):
+    weights = {"num_bits": 8, "type": "int", "strategy": strategy, "group_size": 64}
+    activations = {"num_bits": 8, "type": "int", "dynamic": True}
+    data = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
+    assert Group.parse(data, "config.json").rounded_activations is want
 
 
 def test_layers_that_fuse_round_activations_only_if_all_of_them_do():
