@@ -69,8 +69,7 @@ class WeightFormat:
             raise ValueError(f"weight: {self.kind} has no rounded_activations")
 
     def __str__(self) -> str:
-        rounded = f", {self.kind} activations" if self.rounded_activations else ""
-        return f"{self.kind} by {self.group}{rounded}"
+        return f"{self.kind} by {self.group}" + " (W8A8)" * self.rounded_activations
 
     @property
     def features(self) -> Features:

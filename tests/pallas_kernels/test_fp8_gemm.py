@@ -148,6 +148,10 @@ def test_it_runs_only_where_activations_may_be_rounded():
 def test_only_weights_in_8_bits_allow_it():
     with pytest.raises(ValueError, match="int4 has no rounded_activations"):
         WeightFormat("int4", 128, rounded_activations=True)
+    for kind in ("fp8", "int8"):
+        form = WeightFormat(kind, 128, rounded_activations=True)
+        assert str(form) == f"{kind} by 128 (W8A8)"
+        assert str(dataclasses.replace(form, rounded_activations=False)) == f"{kind} by 128"
 
 
 @pytest.mark.parametrize("gate", [False, True])
