@@ -36,7 +36,7 @@ from . import oracle
 from .test_decode_mosaic import INTERPRET
 from .test_quantised import EPS, LAYER, Case, exact_weight, relaid
 from .test_quantised import _operands as operands_of
-from .test_tall import spilled
+from .test_tall import spilled_bytes
 from .tolerance import assert_matmul
 
 pytestmark = pytest.mark.usefixtures("quick_on_cpu")
@@ -62,14 +62,14 @@ def values_of(codes, scales):
         return codes * np.asarray(scales).astype(np.float64)[:, None]
 
 
-def check(case, config, **options):
+def check(case, config, product=matmul_fp8, **options):
     """Run a case and compare with the oracle, to which the same codes of x are given."""
     operands = operands_of(case)
     w, x = operands["w"], operands["x"]
     one = jax.tree.map(lambda a: a[LAYER], w) if case.layer else w
     named = {name: operands[name] for name in ("bias", "residual") if name in operands}
     norm = RMSNorm(operands["scale"], EPS) if "scale" in operands else None
-    y = matmul_fp8(
+    y = product(
         x,
         relaid(w, case.layout),
         layer=LAYER if case.layer else None,
@@ -80,16 +80,18 @@ def check(case, config, **options):
         config=config,
         **options,
     )
-    rounded_x = values_of(*rounded_rows(jnp.asarray(x), norm, in_xla="interpret" in options))
+    in_xla, is_fp8 = "interpret" in options, case.kind == "fp8"
+    rounded_x = values_of(*rounded_rows(jnp.asarray(x), norm, kind=case.kind, in_xla=in_xla))
     assert_matmul(
         np.asarray(y),
         oracle.matmul(rounded_x, exact_weight(one), gate=case.gate, **named),
-        dtype="bfloat16",  # tensor cores add fp8 products with as many bits
+        # Tensor cores add fp8 products with as many bits. Sums of int8 are exact.
+        dtype="bfloat16" if is_fp8 else "float32",
         result=case.dtype,
         k=case.k,
-        normed=case.norm,
+        normed=case.norm and is_fp8,
         fused=bool(named) or case.gate is not None,
-        quantised=True,
+        quantised=is_fp8,
     )
 
 
@@ -265,24 +267,8 @@ def _spec(*shape, dtype="bfloat16"):
     ids=str,
 )
 def test_compiles_without_spills_or_waits(case, config, monkeypatch, capfd):
-    """The compiler reports registers in memory, and products that it does not overlap."""
-    from deviceless import compile_for
-
-    columns = (2, case.n) if case.gate else (case.n,)
-    stack = (3,) if case.layer else ()
-    operands = {
-        "w": jax.eval_shape(lambda: case.format.empty((case.k, *columns), stack)),
-        "layer": _spec(dtype="int32") if case.layer else None,
-        "norm": RMSNorm(_spec(case.k), 1e-5) if case.norm else None,
-        "bias": _spec(*columns) if case.bias else None,
-        "residual": _spec(case.m, case.n) if case.residual else None,
-    }
-    run = functools.partial(matmul_fp8, gate=case.gate, dtype=jnp.dtype(case.dtype), config=config)
-    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
-    compile_for("h100", run, _spec(case.m, case.k), kwargs=operands)
-    report = capfd.readouterr().out
-    assert spilled(report) <= 48  # numbers that are used outside of the loops over K
-    assert "wgmma.mma_async instructions are serialized" not in report
+    # Numbers that are used outside of the loops over K.
+    assert spilled_bytes(matmul_fp8, case, config, monkeypatch, capfd) <= 48
 
 
 # On a GPU.

@@ -28,13 +28,12 @@ from fdjax.pallas_kernels.norm import RMSNorm
 from fdjax.pallas_kernels.plan import Choice, Entry, Plan
 from fdjax.pallas_kernels.quantised import WeightFormat
 
-from . import oracle
+from . import test_fp8_gemm
 from .test_decode_mosaic import INTERPRET
 from .test_fp8_gemm import hostile, values_of
-from .test_quantised import EPS, LAYER, Case, exact_weight, relaid
+from .test_quantised import EPS, Case, relaid
 from .test_quantised import _operands as operands_of
-from .test_tall import spilled
-from .tolerance import assert_matmul
+from .test_tall import spilled_bytes
 
 pytestmark = pytest.mark.usefixtures("quick_on_cpu")
 
@@ -44,36 +43,7 @@ def of_columns(k, **options):
     return Case("int8", k, k=k, layout="bricks", **options)
 
 
-def check(case, config, **options):
-    """Run a case and compare with the oracle, to which the same codes of x are given."""
-    operands = operands_of(case)
-    w, x = operands["w"], operands["x"]
-    one = jax.tree.map(lambda a: a[LAYER], w) if case.layer else w
-    named = {name: operands[name] for name in ("bias", "residual") if name in operands}
-    norm = RMSNorm(operands["scale"], EPS) if "scale" in operands else None
-    y = matmul_int8(
-        x,
-        relaid(w, case.layout),
-        layer=LAYER if case.layer else None,
-        norm=norm,
-        gate=case.gate,
-        **named,
-        dtype=jnp.dtype(case.dtype),
-        config=config,
-        **options,
-    )
-    in_xla = "interpret" in options
-    rounded = values_of(*rounded_rows(jnp.asarray(x), norm, kind="int8", in_xla=in_xla))
-    assert_matmul(
-        np.asarray(y),
-        oracle.matmul(rounded, exact_weight(one), gate=case.gate, **named),
-        dtype="float32",  # sums are exact
-        result=case.dtype,
-        k=case.k,
-        normed=False,
-        fused=bool(named) or case.gate is not None,
-        quantised=False,
-    )
+check = functools.partial(test_fp8_gemm.check, product=matmul_int8)
 
 
 @pytest.mark.parametrize(
@@ -216,24 +186,8 @@ def _spec(*shape, dtype="bfloat16"):
     ids=str,
 )
 def test_compiles_without_spills_or_waits(case, config, monkeypatch, capfd):
-    """The compiler reports registers in memory, and products that it does not overlap."""
-    from deviceless import compile_for
-
-    columns = (2, case.n) if case.gate else (case.n,)
-    stack = (3,) if case.layer else ()
-    operands = {
-        "w": jax.eval_shape(lambda: case.format.empty((case.k, *columns), stack)),
-        "layer": _spec(dtype="int32") if case.layer else None,
-        "norm": RMSNorm(_spec(case.k), 1e-5) if case.norm else None,
-        "bias": _spec(*columns) if case.bias else None,
-        "residual": _spec(case.m, case.n) if case.residual else None,
-    }
-    run = functools.partial(matmul_int8, gate=case.gate, dtype=jnp.dtype(case.dtype), config=config)
-    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
-    compile_for("h100", run, _spec(case.m, case.k, dtype=case.dtype), kwargs=operands)
-    report = capfd.readouterr().out
-    assert spilled(report) <= 48  # numbers that are used outside of the loops over K
-    assert "wgmma.mma_async instructions are serialized" not in report
+    # Numbers that are used outside of the loops over K.
+    assert spilled_bytes(matmul_int8, case, config, monkeypatch, capfd) <= 48
 
 
 # On a GPU.

@@ -29,27 +29,38 @@ def product(
     w: QTensor,
     make: type["ByteTile"],
     *,
-    layer: Array | int | None,
-    norm: RMSNorm | LayerNorm | None,
-    bias: Array | None,
-    residual: Array | None,
+    layer: Array | int | None = None,
+    norm: RMSNorm | LayerNorm | None = None,
+    bias: Array | None = None,
+    gate: str | None = None,
+    activation: str | None = None,
+    residual: Array | None = None,
     dtype: Any,
-    interpret: Any,
-    **fixed: Any,
+    config: Any = None,
+    interpret: Any = None,
 ) -> Array:
     """`matmul` of x [M,K] after it is rounded, and a weight, as two kernels.
 
     Args:
-      x: [M,K] bfloat16 or float16, M >= 1, which is rounded with a scale for each row.
-      w: weight in the layout "bricks"; a stack of these with `layer`.
+      x: [M,K] bfloat16 or float16, which is rounded with a scale for each row.
+      w: [K,N], or [K,2,N] with `gate`, in the layout "bricks"; with `layer` stacks of these.
       make: class of the tiles.
-      layer, norm, bias, residual, dtype, interpret: as for `fp8_gemm.matmul_fp8`.
-      **fixed: gate, activation and config.
+      layer, norm, bias, gate, activation, residual: as for `matmul`; residual is [M,N].
+      dtype: dtype of the result.
+      config: a `make.config_type`; default `for_shape` of it.
+      interpret: parameters of the interpreter, or None. It knows no clusters.
 
     Returns:
       [M,N].
+
+    Raises:
+      NotImplementedError: registers or shared memory have no room for the configuration.
     """
-    m, added = len(x), None
+    (m, k), n = x.shape, w.shape[-1]
+    if m == 0:
+        return jnp.zeros((m, n), dtype)
+    config = config or make.config_type.for_shape(m, k, n, gate=gate is not None)
+    added = None
     if residual is not None and residual.dtype != dtype:
         residual, added = None, residual.astype(jnp.float32)
     x, residual = in_eights(x, residual)
@@ -59,15 +70,23 @@ def product(
         make,
         kind=w.kind,
         group=w.group,
+        gate=gate,
+        activation=activation,
         dtype=jnp.dtype(dtype if added is None else jnp.float32),
+        config=config,
         interpret=interpret,
-        **fixed,
     )
     return y[:m] if added is None else (y[:m] + added).astype(dtype)
 
 
 class ByteTile(TallTile):
-    """A block's tiles. The residual comes to where the result leaves from."""
+    """A block's tiles. The residual comes to where the result leaves from.
+
+    Attributes:
+      config_type: class of the configurations.
+    """
+
+    config_type: type
 
     def stored_rows(self) -> int:
         """All rows of the block, if they come with a residual."""

@@ -26,7 +26,6 @@ from fdjax.pallas_kernels.dispatch import Implementation, Shape, needs_half, on_
 from fdjax.pallas_kernels.gemm.hopper.byte_tile import STEP, ByteTile, product
 from fdjax.pallas_kernels.gemm.hopper.tall_tiling import CLUSTER_MULTIPROCESSORS, row_tiles_of
 from fdjax.pallas_kernels.hopper.tiles import LAYOUT, load
-from fdjax.pallas_kernels.norm import LayerNorm, RMSNorm
 from fdjax.pallas_kernels.quantised import PLAIN, WEIGHT_FEATURES, QTensor
 
 _LEAST_ROWS = 65  # with fewer, `tall_gemm` is about as fast, and does not round x
@@ -85,61 +84,11 @@ def _options(k: int, gate: bool) -> list[Fp8GemmConfig]:
     return [Fp8GemmConfig(*o) for o in options if o[-1] == 1 or k >= 1024 * o[-1]]
 
 
-def matmul_fp8(
-    x: Array,
-    w: QTensor,
-    *,
-    layer: Array | int | None = None,
-    norm: RMSNorm | LayerNorm | None = None,
-    bias: Array | None = None,
-    gate: str | None = None,
-    activation: str | None = None,
-    residual: Array | None = None,
-    dtype: Any,
-    config: Fp8GemmConfig | None = None,
-    interpret: Any = None,
-) -> Array:
-    """`matmul` of x [M,K] in fp8 and a weight in fp8, as two kernels: `rounded_rows` comes first.
-
-    Args:
-      x: [M,K] bfloat16 or float16, which is rounded to fp8 with a scale for each row.
-      w: [K,N], or [K,2,N] with `gate`, in the layout "bricks"; with `layer` stacks of these. Its
-        groups are multiples of 128, or all rows.
-      layer, norm, bias, gate, activation, residual: as for `matmul`; residual is [M,N].
-      dtype: dtype of the result.
-      config: default `Fp8GemmConfig.for_shape`.
-      interpret: parameters of the interpreter, or None. It knows no clusters.
-
-    Returns:
-      [M,N].
-
-    Raises:
-      NotImplementedError: registers or shared memory have no room for the configuration.
-    """
-    (m, k), n = x.shape, w.shape[-1]
-    if m == 0:
-        return jnp.zeros((m, n), dtype)
-    config = config or Fp8GemmConfig.for_shape(m, k, n, gate=gate is not None)
-    return product(
-        x,
-        w,
-        Fp8Tile,
-        layer=layer,
-        norm=norm,
-        bias=bias,
-        gate=gate,
-        activation=activation,
-        residual=residual,
-        dtype=dtype,
-        config=config,
-        interpret=interpret,
-    )
-
-
 class Fp8Tile(ByteTile):
     """A block's tiles of a product in fp8."""
 
     kernel_name = "fp8_gemm_kernel"
+    config_type = Fp8GemmConfig
     scales_columns_late = False  # sums are multiplied in any case
 
     def set_warpgroups(self) -> None:
@@ -183,6 +132,11 @@ class Fp8Tile(ByteTile):
         words, x = self.smem["w"].at[slot, part, brick], self.smem["x"].at[slot]
         plgpu.wgmma(accumulator, self.codes(words, brick), x.T)
         return accumulator[...]
+
+
+def matmul_fp8(x: Array, w: QTensor, **options: Any) -> Array:
+    """`byte_tile.product` in fp8. Groups of the weight are multiples of 128, or all rows."""
+    return product(x, w, Fp8Tile, **options)
 
 
 def _candidates(shape: Shape) -> list[Fp8GemmConfig]:

@@ -22,7 +22,6 @@ from fdjax.pallas_kernels.gemm.hopper.tall_tiling import (
     STORED_BYTES,
     row_tiles_of,
 )
-from fdjax.pallas_kernels.norm import LayerNorm, RMSNorm
 from fdjax.pallas_kernels.quantised import PLAIN, WEIGHT_FEATURES, QTensor
 
 _LEAST_ROWS = 65  # as in `fp8_gemm`
@@ -115,60 +114,11 @@ def ranked(m: int, k: int, n: int, *, gate: bool) -> list[Int8GemmConfig]:
     return sorted(found, key=lambda config: config.estimate(m, k, n, gate=gate))
 
 
-def matmul_int8(
-    x: Array,
-    w: QTensor,
-    *,
-    layer: Array | int | None = None,
-    norm: RMSNorm | LayerNorm | None = None,
-    bias: Array | None = None,
-    gate: str | None = None,
-    activation: str | None = None,
-    residual: Array | None = None,
-    dtype: Any,
-    config: Int8GemmConfig | None = None,
-    interpret: Any = None,
-) -> Array:
-    """`matmul` of x [M,K] in int8 and a weight in int8, as two kernels: `rounded_rows` comes first.
-
-    Args:
-      x: [M,K] bfloat16 or float16, which is rounded to int8 with a scale for each row.
-      w: [K,N], or [K,2,N] with `gate`, in the layout "bricks", with one scale for each column and
-        no zeros; with `layer` stacks of these.
-      layer, norm, bias, gate, activation, residual: as for `matmul`; residual is [M,N].
-      dtype: dtype of the result.
-      config: default `Int8GemmConfig.for_shape`.
-      interpret: parameters of the interpreter, or None. It knows no clusters.
-
-    Returns:
-      [M,N].
-
-    Raises:
-      NotImplementedError: registers or shared memory have no room for the configuration.
-    """
-    (m, k), n = x.shape, w.shape[-1]
-    if m == 0:
-        return jnp.zeros((m, n), dtype)
-    return product(
-        x,
-        w,
-        Int8Tile,
-        layer=layer,
-        norm=norm,
-        bias=bias,
-        gate=gate,
-        activation=activation,
-        residual=residual,
-        dtype=dtype,
-        config=config or Int8GemmConfig.for_shape(m, k, n, gate=gate is not None),
-        interpret=interpret,
-    )
-
-
 class Int8Tile(ByteTile):
     """A block's tiles of a product in int8."""
 
     kernel_name = "int8_gemm_kernel"
+    config_type = Int8GemmConfig
     sum_dtype = jnp.int32
 
     def set_warpgroups(self) -> None:
@@ -189,6 +139,11 @@ class Int8Tile(ByteTile):
     def _weights(self, brick, at, slot, part, start) -> Any:
         """See `TallTile`. A step is a unit."""
         return self.codes(self.smem["w"].at[slot, part, brick], brick)
+
+
+def matmul_int8(x: Array, w: QTensor, **options: Any) -> Array:
+    """`byte_tile.product` in int8. Each column of the weight has one scale, and none has zeros."""
+    return product(x, w, Int8Tile, **options)
 
 
 def _candidates(shape: Shape) -> list[Int8GemmConfig]:
