@@ -1,8 +1,8 @@
 """Products of many rows with quantised weights on Hopper: dequantise in a kernel, multiply by XLA.
 
-With many rows, as of prompts, each weight is read by many tiles of the product. So it is
-written to memory once, in the dtype of x. Only MXFP4 needs it. For others, `tall_gemm` was faster at
-all sizes that were measured, up to 4 096 rows.
+With many rows, as of prompts, each weight is read by many tiles of the product. So it is written to
+memory once, in the dtype of x. Only MXFP4 needs it. For others, `tall_gemm` was faster at all sizes
+that were measured, up to 4 096 rows.
 """
 
 import jax
