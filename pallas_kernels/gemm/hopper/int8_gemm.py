@@ -24,6 +24,7 @@ from fdjax.pallas_kernels.gemm.hopper.tall_tiling import (
 )
 from fdjax.pallas_kernels.quantised import PLAIN, WEIGHT_FEATURES, QTensor
 
+ROW_STEP = 16  # tensor cores take no other heights of int8 from 32 rows on
 _LEAST_ROWS = 65  # as in `fp8_gemm`
 _MOST_K = 1 << 17  # whose sums fit into int32
 # Registers of a thread that hold neither sums nor the codes of two steps.
@@ -39,7 +40,7 @@ class Int8GemmConfig:
 
     Attributes:
       wide: columns of a block in bricks of 64, 1 to 4; with a gate, of each half.
-      block_m: largest number of rows of a block, a multiple of 8 up to 256.
+      block_m: largest number of rows of a block, a multiple of 16 up to 256.
       stages: largest number of tiles in the ring; K or shared memory may allow fewer.
       split: number of blocks that share K, at most 8.
     """
@@ -54,9 +55,9 @@ class Int8GemmConfig:
     def __post_init__(self):
         if not 1 <= self.wide <= 4:
             raise ValueError(f"int8_gemm: wide must be in 1..4, got {self.wide}")
-        if self.block_m not in range(8, 257, 8):
+        if self.block_m not in range(ROW_STEP, 257, ROW_STEP):
             raise ValueError(
-                f"int8_gemm: block_m must be a multiple of 8 up to 256, got {self.block_m}"
+                f"int8_gemm: block_m must be a multiple of 16 up to 256, got {self.block_m}"
             )
         if self.stages < 2:
             raise ValueError(f"int8_gemm: stages must be at least 2, got {self.stages}")
@@ -89,7 +90,7 @@ class Int8GemmConfig:
 
     def estimate(self, m: int, k: int, n: int, *, gate: bool) -> float:
         """The estimated time in microseconds."""
-        tiles_m, tile_m = row_tiles_of(m, self.block_m)
+        tiles_m, tile_m = row_tiles_of(m, self.block_m, ROW_STEP)
         blocks = -(-n // (self.wide * BRICK)) * tiles_m * self.split
         steps = -(-k // (STEP * self.split))
         us = steps * (_STEP_US + _ROW_US * self.wide * (1 + gate) * tile_m)
@@ -102,7 +103,7 @@ class Int8GemmConfig:
 def ranked(m: int, k: int, n: int, *, gate: bool) -> list[Int8GemmConfig]:
     """Tilings, the one of the least estimated time first."""
     tiles = range(-(-m // 256), -(-m // 64) + 1)
-    heights = dict.fromkeys(row_tiles_of(m, -(-m // count))[1] for count in tiles)
+    heights = dict.fromkeys(row_tiles_of(m, -(-m // count), ROW_STEP)[1] for count in tiles)
     options = itertools.product((3, 2, 4), heights, (6,), (1, 2, 3, 4))
     found = [
         config
@@ -120,6 +121,7 @@ class Int8Tile(ByteTile):
     kernel_name = "int8_gemm_kernel"
     config_type = Int8GemmConfig
     sum_dtype = jnp.int32
+    row_step = ROW_STEP
 
     def set_warpgroups(self) -> None:
         """See `TallTile`."""

@@ -211,6 +211,7 @@ class TallTile:
     kernel_name = "tall_gemm_kernel"
     scales_columns_late = True  # if they have one scale
     sum_dtype = jnp.float32
+    row_step = 8  # `tile_m` is a multiple of it
 
     def __init__(
         self, operands, *, kind, group, gate, activation, dtype, config, interpreted
@@ -221,7 +222,7 @@ class TallTile:
         self.config, self.parts = config, 2 if gate else 1
         self.in_dtype = operands["x"].dtype
         (self.m, self.k), self.n = operands["x"].shape, operands["scales"].shape[-1]
-        self.tiles_m, self.tile_m = row_tiles_of(self.m, config.block_m)
+        self.tiles_m, self.tile_m = row_tiles_of(self.m, config.block_m, self.row_step)
         self.count = self.tiles_m * -(-self.n // (self.wide * BRICK))
         self.blocks = self.count if self.split > 1 else min(self.count, MULTIPROCESSORS)
         self.block_k = self.deep * BRICK

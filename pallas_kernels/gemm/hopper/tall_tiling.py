@@ -135,10 +135,10 @@ def ranked(m: int, k: int, n: int, *, bits: int, gate: bool) -> list[TallGemmCon
     return sorted(found, key=lambda config: config.estimate(m, k, n, gate=gate))
 
 
-def row_tiles_of(m: int, block_m: int) -> tuple[int, int]:
-    """Number of tiles along M, and rows of each, a multiple of 8."""
+def row_tiles_of(m: int, block_m: int, step: int = 8) -> tuple[int, int]:
+    """Number of tiles along M, and rows of each, a multiple of `step`."""
     tiles = -(-m // block_m)
-    return tiles, -(-m // (8 * tiles)) * 8
+    return tiles, -(-m // (step * tiles)) * step
 
 
 def candidates(shape: Shape) -> list[TallGemmConfig]:
