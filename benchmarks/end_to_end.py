@@ -286,10 +286,10 @@ def parse_point(text: str) -> Point:
 
 def weight_format(text: str) -> tuple[str, int]:
     """Parse a kind of quantised weights with its group, such as int4:128."""
-    found = re.fullmatch(r"(int4|int8|fp8|mxfp4)(?::(\d+))?", text)
+    found = re.fullmatch(r"(int4|int8|fp8|w8a8|mxfp4)(?::(\d+))?", text)
     if not found:
         raise argparse.ArgumentTypeError(
-            f"must be int4, int8 or fp8 with a group, or mxfp4, got {text!r}"
+            f"must be int4, int8 or fp8 with a group, w8a8 or mxfp4, got {text!r}"
         )
     return found[1], int(found[2] or 0)
 
@@ -438,7 +438,9 @@ def with_weights(
         kind, group = form
         if kind == "mxfp4":
             return WeightFormat("fp4", 32, scales="float8_e8m0fnu")
-        return WeightFormat(kind, group or k, scales="bfloat16", rounded_activations=kind == "fp8")
+        rounds = kind in ("fp8", "w8a8")
+        kind = "int8" if kind == "w8a8" else kind
+        return WeightFormat(kind, group or k, scales="bfloat16", rounded_activations=rounds)
 
     formats = {
         ("blocks", i, *linear.path, "weight"): chosen(weights, linear.k)

@@ -31,7 +31,11 @@ def formats(k: int) -> dict[str, WeightFormat]:
         name: WeightFormat(kind, group, scales="bfloat16", layout=BRICKS)
         for name, (kind, group) in found.items()
     }
-    return forms | {"fp8 x fp8": dataclasses.replace(forms["fp8"], rounded_activations=True)}
+    rounded = {
+        f"{kind} x {kind}": dataclasses.replace(forms[kind], rounded_activations=True)
+        for kind in ("int8", "fp8")
+    }
+    return forms | rounded
 
 
 def measure_layer(

@@ -25,7 +25,7 @@ from fdjax.pallas_kernels.gemm.hopper.tall_tiling import TallGemmConfig
 from fdjax.pallas_kernels.hopper.fragments import in_byte_order
 from fdjax.pallas_kernels.hopper.rounded_rows import rounded_rows
 from fdjax.pallas_kernels.norm import RMSNorm
-from fdjax.pallas_kernels.plan import Choice, Entry, Plan
+from fdjax.pallas_kernels.plan import Plan
 from fdjax.pallas_kernels.quantised import WeightFormat
 
 from . import test_fp8_gemm
@@ -89,18 +89,18 @@ def test_refuses_what_it_cannot_do(change, message):
     )
 
 
-def test_only_a_table_chooses_it():
+def test_prompts_of_checkpoints_that_round_activations_run_it():
     form = WeightFormat("int8", 4096, layout="bricks", rounded_activations=True)
-    shape = dict(m=256, k=4096, n=4096, itemsize=2, gate=0, fused=0) | form.key
+    kept = dataclasses.replace(form, rounded_activations=False)
     plan = Plan.for_kind("a GPU", (9, 0))
-    chosen, _ = resolve(MATMUL, plan, None, form.features, **shape)
-    assert chosen.config is TallGemmConfig
-    config = tuple(sorted(dataclasses.asdict(Int8GemmConfig(2, 256)).items()))
-    choice = Choice("mosaic_gpu", config, source="table")
-    entry = Entry("matmul", tuple(sorted(shape.items())), choice)
-    plan = dataclasses.replace(plan, table=(entry,))
-    chosen, given = resolve(MATMUL, plan, None, form.features, **shape)
-    assert (chosen.config, given) == (Int8GemmConfig, Int8GemmConfig(2, 256))
+
+    def config_of(m, form):
+        shape = dict(m=m, k=4096, n=4096, itemsize=2, gate=0, fused=0) | form.key
+        return resolve(MATMUL, plan, None, form.features, **shape)[0].config
+
+    assert config_of(65, form) is config_of(4096, form) is Int8GemmConfig
+    assert config_of(64, form) is not Int8GemmConfig
+    assert config_of(256, kept) is TallGemmConfig
 
 
 @pytest.mark.parametrize("gate", [False, True])

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from fdjax.pallas_kernels.bricks import BRICK
-from fdjax.pallas_kernels.dispatch import Implementation, Shape, needs_half, never
+from fdjax.pallas_kernels.dispatch import Implementation, Shape, needs_half, on_gpu
 from fdjax.pallas_kernels.gemm.hopper.byte_tile import STEP, ByteTile, product
 from fdjax.pallas_kernels.gemm.hopper.tall_tiling import (
     CLUSTER_MULTIPROCESSORS,
@@ -29,9 +29,9 @@ _LEAST_ROWS = 65  # as in `fp8_gemm`
 _MOST_K = 1 << 17  # whose sums fit into int32
 # Registers of a thread that hold neither sums nor the codes of two steps.
 _OTHER_REGISTERS = 28
-# For estimates, guessed from fp8: time of a step by rows and columns of bricks, and beside them;
-# time of both ends of a block, between two of its tiles, and of the exchange of sums.
-_ROW_US, _STEP_US, _ENDS_US, _BETWEEN_US, _SPLIT_US = 0.0014, 0.03, 5.0, 2.2, 2.8
+# For estimates, measured on an H200: time of a step for a column of bricks, by rows and beside
+# them; of both ends of a block; of exchanging sums, and of those of 128 rows and such a column.
+_ROW_US, _COLUMN_US, _ENDS_US, _SPLIT_US, _SUMS_US = 0.00095, 0.078, 6.0, 5.6, 0.7
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,11 +93,13 @@ class Int8GemmConfig:
         tiles_m, tile_m = row_tiles_of(m, self.block_m, ROW_STEP)
         blocks = -(-n // (self.wide * BRICK)) * tiles_m * self.split
         steps = -(-k // (STEP * self.split))
-        us = steps * (_STEP_US + _ROW_US * self.wide * (1 + gate) * tile_m)
+        columns = self.wide * (1 + gate)
+        us = steps * columns * (_COLUMN_US + _ROW_US * tile_m)
         waves = -(-blocks // CLUSTER_MULTIPROCESSORS[self.split])
-        if self.split > 1:
-            return waves * (us + _ENDS_US + _SPLIT_US)
-        return waves * us + _ENDS_US + (waves - 1) * _BETWEEN_US
+        if self.split == 1:  # a block computes several tiles, and their ends overlap
+            return waves * us + _ENDS_US
+        sums = columns * tile_m / 128 * (1 - 1 / self.split)
+        return waves * (us + _ENDS_US + _SPLIT_US + _SUMS_US * sums)
 
 
 def ranked(m: int, k: int, n: int, *, gate: bool) -> list[Int8GemmConfig]:
@@ -178,7 +180,7 @@ INT8_GEMM = Implementation(
     | (WEIGHT_FEATURES - {f"weight.layout.{PLAIN}", "weight.zeros"}),
     needs=frozenset({"weight.rounded_activations"}),
     fits=_fits,
-    heuristic=never,  # it has not run on a GPU: only a table chooses it
+    heuristic=on_gpu,
     capabilities=((9, 0), (9, 1)),
     config=Int8GemmConfig,
     candidates=_candidates,
