@@ -275,6 +275,9 @@ def test_a_model_with_quantised_weights(config):
     model = end_to_end.read_model(end_to_end.parse_args(args))
     assert {str(weight) for _, weight in model.config.blocks[0].formats} == {"int4 by 32"}
     assert str(model.config.head_format) == f"int8 by {model.config.width}"
+    args = end_to_end.parse_args([str(config), "--weights", "w8a8"])
+    formats = dict(end_to_end.read_model(args).config.blocks[0].formats).values()
+    assert {str(form) for form in formats} == {"int8 by 64 (W8A8)"}
     for wrong in ("int3:32", "int4:", "int4:x"):
         with pytest.raises(SystemExit):
             end_to_end.parse_args([str(config), "--weights", wrong])

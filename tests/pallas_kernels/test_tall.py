@@ -86,7 +86,12 @@ def test_wrong_tilings_are_refused(wrong, message):
 
 @pytest.mark.parametrize(
     ("m", "gate", "config"),
-    [(96, "silu", TallGemmConfig(4)), (128, "silu", TallGemmConfig(3)), (256, None, CROWDED)],
+    [
+        (96, "silu", TallGemmConfig(4)),
+        (128, "silu", TallGemmConfig(3)),
+        (256, None, CROWDED),
+        (200, None, TallGemmConfig(3, 200, 1)),  # of one instruction
+    ],
     ids=str,
 )
 def test_sums_must_fit_into_registers(m, gate, config):
@@ -346,6 +351,10 @@ def _spec(*shape, dtype="bfloat16"):
         (Case(m=200, k=4096, n=4096, zeros=True, bias=True), TallGemmConfig(2, 128, 2, 4, 2)),
         (Case("int8", 192, 100, k=4608, n=4096, zeros=True), TallGemmConfig(3, 128, 2, 3, 3)),
         (Case("fp8", 64, 33, k=4096, n=4096, dtype="float16"), TallGemmConfig(4, 64, 2, 4, 8)),
+        # The most rows of one instruction.
+        (Case("int8", 4096, 384, k=4096, n=12288), TallGemmConfig(3, 192, 1)),
+        (Case("int8", 4096, 4096, k=4096, n=28672), TallGemmConfig(2, 256, 1)),
+        (Case(group=128, m=4096, k=4096, n=28672, scales="bfloat16"), None),
     ],
     ids=str,
 )

@@ -14,6 +14,9 @@ STORED_BYTES = 8 * 1024
 _MOST_RECEIVED_BYTES = 80 * 1024
 # Registers of a thread that multiplies, and of one that copies, by warpgroups that multiply.
 REGISTERS = {1: (255, None), 2: (224, 56), 3: (152, 56)}
+# A block begins with registers shared out evenly. One instruction may use no more, and uses so many
+# beside its sums.
+_FIRST_REGISTERS, _INSTRUCTION_REGISTERS = {1: 255, 2: 168, 3: 128}, 30
 # Registers of a thread that hold neither sums nor weights.
 _OTHER_REGISTERS = 28
 # For estimates. Multiprocessors that clusters of this size can use: a cluster lies within 16 or 18.
@@ -73,6 +76,8 @@ class TallGemmConfig:
 
     def unit(self, tile_m: int, *, gate: bool) -> int | None:
         """Rows of the weight that are unpacked at once; None if sums do not fit into registers."""
+        if tile_m // 2 + _INSTRUCTION_REGISTERS > _FIRST_REGISTERS[self.warpgroups]:
+            return None
         # Two units of weights are in registers at a time. If there are too few, the compiler lets
         # every instruction of the tensor cores wait for the one before.
         sums = self.pieces * (1 + gate) * tile_m // 2
