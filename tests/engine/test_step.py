@@ -61,13 +61,14 @@ def two_rows(*limits):
 @pytest.mark.slow
 @pytest.mark.parametrize("weights", [None, "int4", "fp8"])
 def test_prefill_with_the_layers_in_a_loop(weights):
-    model, _, _ = programs(layers=3)
+    layers = 6  # three turns of two
+    model, _, _ = programs(layers=layers)
     if weights:
         form = WeightFormat(weights, 32)
         forms = {path: form for _, path, _ in to_quantise(model.config)}
         model = describe(model.config.with_formats(forms), dtype="float32")
     params = random_params(model)
-    blocks = [traverse_util.flatten_dict(params["blocks"][i], sep=".") for i in range(3)]
+    blocks = [traverse_util.flatten_dict(params["blocks"][i], sep=".") for i in range(layers)]
     stacked = {
         name: jax.tree.map(lambda *a: jnp.stack(a), *(block[name] for block in blocks))
         for name in blocks[0]
