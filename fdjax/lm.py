@@ -743,8 +743,7 @@ def load(
         the format of the checkpoint, quantised or not.
       rounded_activations: round the activations of prompts to fp8, if weights are in fp8 by
         `quantize`, or by a checkpoint that asks for it; to int8 where a checkpoint in int8 asks for
-        it, if a table says that this is faster. Only Hopper GPUs do so, for 65 tokens at once or
-        more.
+        it. Only Hopper GPUs do so, for 65 tokens at once or more.
       kv_dtype: dtype of keys and values in the cache: "int8", or by default the dtype of the
         activations. An int8 cache holds almost twice as many tokens, see docs/quantised.md.
       max_batch: largest number of rows that run at once. Default: as many as fit.
