@@ -738,12 +738,12 @@ def load(
     Args:
       model: a local folder or a hub id; "tiny" is the embedded model.
       dtype: "bfloat16" | "float16" | "float32"; default the checkpoint's.
-      quantize: "int4" | "int8" | "fp8" quantises the weights of linear layers while they are
-        loaded, see docs/quantised.md. The experts of gpt-oss stay in MXFP4. Default: weights keep
-        the format of the checkpoint, quantised or not.
-      rounded_activations: round the activations of prompts to fp8, if weights are in fp8 by
-        `quantize`, or by a checkpoint that asks for it; to int8 where a checkpoint in int8 asks for
-        it. Only Hopper GPUs do so, for 65 tokens at once or more.
+      quantize: "int4" | "int8" | "fp8" | "w8a8" quantises the weights of linear layers while they
+        are loaded, see docs/quantised.md. The experts of gpt-oss stay in MXFP4. Default: weights
+        keep the format of the checkpoint, quantised or not.
+      rounded_activations: round the activations of prompts to fp8 or int8, if `quantize` is "fp8"
+        or "w8a8", or the checkpoint asks for it. Only Hopper GPUs do so, for 65 tokens at once or
+        more.
       kv_dtype: dtype of keys and values in the cache: "int8", or by default the dtype of the
         activations. An int8 cache holds almost twice as many tokens, see docs/quantised.md.
       max_batch: largest number of rows that run at once. Default: as many as fit.
@@ -790,8 +790,8 @@ def load(
         raise ValueError(f"load: dtype must be bfloat16, float16 or float32, got {dtype!r}")
     if not isinstance(model, str | os.PathLike):
         raise TypeError(f"load: model must be a folder or a hub id, got {model!r}")
-    if quantize not in (None, "int4", "int8", "fp8"):
-        raise ValueError(f"load: quantize must be int4, int8 or fp8, got {quantize!r}")
+    if quantize not in (None, "int4", "int8", "fp8", "w8a8"):
+        raise ValueError(f"load: quantize must be int4, int8, fp8 or w8a8, got {quantize!r}")
     if plan is not None and not isinstance(plan, Plan):
         raise TypeError(f"load: plan must be a Plan, such as Plan.for_device(), got {plan!r}")
     if device is not None and not isinstance(device, jax.Device):

@@ -43,13 +43,14 @@ def quantise_checkpoint(
     bits: int,
     group: int | None = None,
     scales: str,
-    fp8: bool = False,
+    activations: str | None = None,
     inputs: Sequence[Mapping[str, LayerInputs]] | None = None,
     shard_bytes: int = SHARD_BYTES,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> int:
-    """Write a checkpoint in the format "pack-quantized" or "float-quantized" of compressed-tensors.
+    """Write a checkpoint in a format of compressed-tensors.
 
+    The format is "pack-quantized"; with activations "int-quantized" or "float-quantized".
     Only one tensor is in memory at a time. A tensor that holds all experts of a layer stays one.
     Experts in MXFP4 are written as "mxfp4-pack-quantized", with the same codes.
 
@@ -60,8 +61,8 @@ def quantise_checkpoint(
       bits: 4 or 8.
       group: number of weights that share a scale; None for a whole column.
       scales: dtype of the scales, a NumPy name.
-      fp8: whether 8 bits are floating point (e4m3), with one scale for each column. The checkpoint
-        then asks for activations in fp8.
+      activations: "int8" or "fp8" (e4m3), in which weights and activations then are. The weights
+        have 8 bits, and one scale for each column.
       inputs: inputs of the layers from `smoothing.observe`. With them, errors that matter get
         smaller.
       shard_bytes: size of a file from which the next one begins.
@@ -72,7 +73,8 @@ def quantise_checkpoint(
 
     Raises:
       CheckpointError: a tensor is not floating point.
-      ValueError: the group does not divide the inputs of a layer, or fp8 cannot be written.
+      ValueError: the group does not divide the inputs of a layer, or activations do not go with the
+        rest.
       OSError: a file cannot be written.
     """
     data, source = read_json(folder / "config.json"), str(folder / "config.json")
@@ -82,7 +84,7 @@ def quantise_checkpoint(
         for name, linear in stored_linears(scheme_of(data, source), config, stored).items()
         if linear.format is not None and linear.format.kind == "fp4"
     }
-    config = with_formats(config, bits, group, scales, fp8=fp8)
+    config = with_formats(config, bits, group, scales, activations=activations)
     weights = weight_map(config)
     changes = Smoothed() if inputs is None else smoothed(config, weights, stored, inputs)
     formats = {
@@ -105,7 +107,7 @@ def quantise_checkpoint(
         if name not in copied and name not in masks
     ]
     groups = [
-        (_in_fp8 if fp8 else _packed)(tensor, *formats[tensor.name], changes)
+        (_in_bytes if activations else _packed)(tensor, *formats[tensor.name], changes)
         if tensor.name in formats
         else _kept(tensor, changes)
         for tensor in named
@@ -115,29 +117,43 @@ def quantise_checkpoint(
     written = write_tensors(output, groups, shard_bytes=shard_bytes, progress=progress)
     # Last, so that a run that is interrupted leaves an empty folder.
     _copy_files(folder, output)
-    data |= {"quantization_config": _described(config, weights, bits, group, in_mxfp4, fp8)}
+    data |= {"quantization_config": _described(config, weights, bits, group, in_mxfp4, activations)}
     (output / "config.json").write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
     return written
 
 
 def with_formats(
-    config: DecoderConfig, bits: int, group: int | None, scales: str, *, fp8: bool = False
+    config: DecoderConfig,
+    bits: int,
+    group: int | None,
+    scales: str,
+    *,
+    activations: str | None = None,
 ) -> DecoderConfig:
     """The model with the formats that `quantise_checkpoint` gives its weights; see there.
 
     Raises:
-      ValueError: the group does not divide the inputs of a layer, or fp8 cannot be written.
+      ValueError: the group does not divide the inputs of a layer, or activations do not go with the
+        rest.
     """
-    if fp8 and (bits != 8 or group is not None):
-        raise ValueError("quantize: fp8 has 8 bits, and one scale for each output")
-    if fp8 and (tensors := experts_in_one(config)):
-        raise ValueError(f"quantize: {tensors[0]} holds all experts of a layer, so fp8 cannot be")
+    if activations not in (None, "int8", "fp8"):
+        raise ValueError(f"quantize: activations must be int8 or fp8, got {activations!r}")
+    if activations and (bits != 8 or group is not None):
+        raise ValueError(
+            f"quantize: weights beside activations in {activations} have 8 bits, and one scale for "
+            "each output"
+        )
+    if activations and (tensors := experts_in_one(config)):
+        raise ValueError(
+            f"quantize: {tensors[0]} holds all experts of a layer, whose activations cannot be "
+            f"in {activations}"
+        )
     formats = config.formats_by_path
     for name, path, k in to_quantise(config):
         if group is not None and k % group:
             raise ValueError(f"quantize: group must divide the {k} inputs of {name}, got {group}")
-        kind = "fp8" if fp8 else f"int{bits}"
-        formats[path] = WeightFormat(kind, group or k, scales=scales, rounded_activations=fp8)
+        kind, rounds = activations or f"int{bits}", activations is not None
+        formats[path] = WeightFormat(kind, group or k, scales=scales, rounded_activations=rounds)
     return config.with_formats(formats)
 
 
@@ -186,17 +202,19 @@ def _packed(tensor: StoredTensor, form: WeightFormat, swap: bool, changes: Smoot
     return tensors, make
 
 
-def _in_fp8(tensor: StoredTensor, form: WeightFormat, swap: bool, changes: Smoothed):
-    """As `_packed`, for fp8."""
+def _in_bytes(tensor: StoredTensor, form: WeightFormat, swap: bool, changes: Smoothed):
+    """As `_packed`, but each code is a value of its own: signed int8, or fp8."""
     n, k = reversed(tensor.shape) if swap else tensor.shape
+    dtype, bias = ("F8_E4M3", 0) if form.kind == "fp8" else ("I8", 128)
     tensors = (
-        Planned(tensor.name, "F8_E4M3", (n, k)),
+        Planned(tensor.name, dtype, (n, k)),
         Planned(f"{_module(tensor.name)}.weight_scale", _NAMES[form.scales], (n, 1)),
     )
 
     def make():
         codes = _codes(tensor, form, swap, changes)
-        return codes.words.view(np.uint8)[:, :k].view(DTYPES["F8_E4M3"]), codes.scales
+        values = codes.words.view(np.uint8)[:, :k] ^ np.uint8(bias)
+        return values.view(DTYPES[dtype]), codes.scales
 
     return tensors, make
 
@@ -261,7 +279,7 @@ def _described(
     bits: int,
     group: int | None,
     in_mxfp4: Collection[str],
-    fp8: bool,
+    activations: str | None,
 ) -> dict[str, Any]:
     """The `quantization_config` of the new checkpoint."""
     kept = [
@@ -273,10 +291,11 @@ def _described(
     in_one = [_module(name) for name in experts_in_one(config) if name not in in_mxfp4]
     strategy = "channel" if group is None else "group"
     targets = ["Linear", *in_one]
-    form, kind = ("float-quantized", "float") if fp8 else ("pack-quantized", "int")
+    kind = "float" if activations == "fp8" else "int"
+    form = f"{kind}-quantized" if activations else "pack-quantized"
     groups = {"group_0": _config_group(form, targets, bits, kind, strategy, group)}
-    if fp8:
-        token = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token"}
+    if activations:
+        token = {"num_bits": 8, "type": kind, "symmetric": True, "strategy": "token"}
         groups["group_0"]["input_activations"] = token | {"dynamic": True}
     if in_mxfp4:
         targets = [_module(name) for name in in_mxfp4]

@@ -5,6 +5,9 @@ s [K] and its weight multiplied by s. Large inputs then meet larger weights, whi
 rounding. The division by s moves into the weights before the layer: the weights of a norm, or the
 rows of V or of the up projection. s is the mean magnitude of the inputs to a power between 0 and 1.
 The power is the one with the smallest error of the layer's outputs on a sample of its inputs.
+
+If inputs become int8, too, s decides how much weights and inputs lose, as in SmoothQuant (Xiao et
+al. 2023): an input that is much larger than the others of its token leaves few codes for them.
 """
 
 import dataclasses
@@ -272,7 +275,16 @@ def _errors(weight: Array, sample: Array, magnitude: Array, *, form: WeightForma
         step = jnp.max(jnp.abs(groups), axis=2, keepdims=True) / (half - 1)
         step = jnp.where(step == 0, 1.0, step)
         rounded = jnp.clip(jnp.round(groups / step), -half, half - 1) * step
-        lost = rounded.reshape(weight.shape) / scale - weight
-        return jnp.sum((sample @ lost.T) ** 2)
+        rounded = rounded.reshape(weight.shape)
+        lost = sample @ (rounded / scale - weight).T
+        if form.rounded_activations and form.kind == "int8":
+            lost += _lost_by_int8(sample / scale) @ rounded.T
+        return jnp.sum(lost**2)
 
     return jax.lax.map(error, jnp.array(_POWERS, jnp.float32))
+
+
+def _lost_by_int8(x: Array) -> Array:
+    """What rows [S,K] lose if each is rounded to int8."""
+    step = jnp.maximum(jnp.max(jnp.abs(x), axis=1, keepdims=True), 1e-30) / 127
+    return jnp.round(x / step) * step - x

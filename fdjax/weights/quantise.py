@@ -51,12 +51,14 @@ def quantised_formats(
 
     Args:
       config: the model.
-      kind: "int4", with the largest group size of `GROUPS` that divides K; or "int8" or "fp8", with
-        one scale per column.
+      kind: "int4", with the largest group size of `GROUPS` that divides K; or "int8", "fp8" or
+        "w8a8", with one scale per column.
       scales: dtype of the scales.
-      rounded_activations: whether activations beside weights in fp8 may be rounded to fp8.
+      rounded_activations: whether activations may be rounded to fp8 beside weights in fp8, and to
+        int8 with "w8a8".
     """
-    rounds = kind == "fp8" and rounded_activations
+    rounds = kind in ("fp8", "w8a8") and rounded_activations
+    kind = "int8" if kind == "w8a8" else kind
     formats = config.formats_by_path
     for _, path, k in to_quantise(config):
         group = next((g for g in GROUPS if kind == "int4" and k % g == 0), k)

@@ -3,11 +3,14 @@
 import dataclasses
 import functools
 import json
+import re
+import shutil
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.flax import load_file, save_file
 
 import fdjax
 from fdjax.models import describe
@@ -17,6 +20,8 @@ from fdjax.pallas_kernels.hopper.fragments import in_byte_order
 from fdjax.pallas_kernels.hopper.rounded_rows import rounded_rows
 from fdjax.pallas_kernels.norm import normalised
 from fdjax.pallas_kernels.quantised import WEIGHT_FEATURES, QTensor, WeightFormat, in_layout, pack
+from fdjax.tools.quantise import quantise_checkpoint
+from fdjax.tools.smoothing import observe
 from fdjax.weights.quantise import to_quantise
 
 from .test_int8_cache import predictions, stories
@@ -79,6 +84,45 @@ def error_beside(lm, plan, kind, want, ids, **options):
     got = np.asarray(got).astype(np.float64)
     same = got.argmax(axis=-1) == want.argmax(axis=-1)
     return {"error": np.sqrt(np.mean((got - want) ** 2)), "agreement": same.mean()}
+
+
+def with_outliers(source, folder, columns, factor):
+    """The same model, but some inputs of its layers are larger, and their weights smaller."""
+    shutil.copytree(source, folder)
+    tensors = dict(load_file(folder / "model.safetensors"))
+    for name, tensor in tensors.items():
+        if name.endswith("layernorm.weight"):
+            tensors[name] = tensor.at[columns].multiply(factor)
+        if re.search(r"\.(q|k|v|gate|up)_proj\.weight", name):
+            tensors[name] = tensor.at[:, columns].divide(factor)
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.slow
+def test_large_inputs_are_smoothed(two_layers, tmp_path):
+    """Rounding a row with few large values loses the others, unless they move to the weights."""
+    folder = with_outliers(two_layers, tmp_path / "outliers", jnp.array([3, 70, 200]), 64)
+    options = {"compilation_cache": False, "progress": False}
+    lm = fdjax.load(str(folder), dtype="bfloat16", **options)
+    texts = stories(lm.tokenizer, 8, 128)
+    ids, lengths = np.array(texts[:4], np.int32), np.full(4, 128, np.int32)
+    want = np.asarray(predictions(lm.model, lm.params, ids, lengths)).astype(np.float64)
+    plan = dataclasses.replace(
+        lm.model.plan, implementations=(ROUNDED, *lm.model.plan.implementations)
+    )
+
+    def error(name, inputs):
+        output = tmp_path / name
+        fields = {"bits": 8, "scales": "bfloat16", "activations": "int8", "inputs": inputs}
+        quantise_checkpoint(folder, output, lm.config, **fields)
+        other = fdjax.load(str(output), dtype="bfloat16", plan=plan, **options)
+        got = np.asarray(predictions(other.model, other.params, ids, lengths)).astype(np.float64)
+        return np.sqrt(np.mean((got - want) ** 2))
+
+    smoothed, plain = error("smoothed", observe(lm.engine, texts[4:])), error("plain", None)
+    print(json.dumps({"smoothed": smoothed, "plain": plain}))
+    assert smoothed < 0.5 * plain
 
 
 @pytest.mark.slow

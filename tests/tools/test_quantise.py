@@ -174,19 +174,22 @@ def test_a_model_is_quantised_while_it_is_loaded():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("allowed", [True, False])
-def test_a_model_in_fp8_rounds_activations_if_it_may(two_layers, small, allowed):
-    options = {"plan": Plan(), "quantize": "fp8", "rounded_activations": allowed}
+@pytest.mark.parametrize(
+    ("quantize", "kind", "allowed"),
+    [("fp8", "fp8", True), ("fp8", "fp8", False), ("w8a8", "int8", True), ("w8a8", "int8", False)],
+)
+def test_a_model_rounds_activations_if_it_may(two_layers, small, quantize, kind, allowed):
+    options = {"plan": Plan(), "quantize": quantize, "rounded_activations": allowed}
     lm = fdjax.load(two_layers, **options)
     formats = {(f.kind, f.rounded_activations) for f in lm.config.weight_formats}
-    assert formats == {("fp8", allowed)}
+    assert formats == {(kind, allowed)}
     ids = small.tokenizer.encode("Once upon a time")
     ours, theirs = (m.score([ids]).logprobs[0] for m in (lm, small))
     assert 0 < np.abs(np.subtract(ours, theirs)).max() < 1
 
 
 def test_what_cannot_be_quantised_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="quantize must be int4, int8 or fp8, got 'int3'"):
+    with pytest.raises(ValueError, match="quantize must be int4, int8, fp8 or w8a8, got 'int3'"):
         fdjax.load("tiny", quantize="int3")
     quantised = FIXTURES.parent / "quantised" / "ct_int4_group"
     with pytest.raises(ValueError, match="is quantised already"):
@@ -217,28 +220,37 @@ def test_a_written_checkpoint_is_what_load_makes(small, two_layers, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_written_checkpoint_in_fp8_is_what_load_makes(small, two_layers, tmp_path):
-    lm = written(small, two_layers, tmp_path, bits=8, group=None, fp8=True)
-    direct = fdjax.load(two_layers, quantize="fp8", plan=Plan())
+@pytest.mark.parametrize(
+    ("activations", "quantize", "name"),
+    [("fp8", "fp8", "float"), ("int8", "w8a8", "int")],
+)
+def test_a_written_checkpoint_with_activations_is_what_load_makes(
+    small, two_layers, tmp_path, activations, quantize, name
+):
+    lm = written(small, two_layers, tmp_path, bits=8, group=None, activations=activations)
+    direct = fdjax.load(two_layers, quantize=quantize, plan=Plan())
     assert lm.config == direct.config
     for ours, theirs in zip(
         jax.tree.leaves(lm.params), jax.tree.leaves(direct.params), strict=True
     ):
         np.testing.assert_array_equal(ours, theirs)
     described = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
-    assert described["format"] == "float-quantized"
+    assert described["format"] == f"{name}-quantized"
     group = described["config_groups"]["group_0"]
     assert (group["weights"]["num_bits"], group["weights"]["strategy"]) == (8, "channel")
     assert group["input_activations"]["dynamic"] is True
+    assert group["input_activations"]["type"] == group["weights"]["type"] == name
 
 
 @pytest.mark.slow
-def test_the_command_writes_fp8(tmp_path, capsys):
+@pytest.mark.parametrize(("option", "kind"), [("--fp8", "fp8"), ("--w8a8", "int8")])
+def test_the_command_writes_activations(tmp_path, capsys, option, kind):
     source, output = str(FIXTURES / "gpt2"), tmp_path / "out"
-    command = ["quantize", source, "--bits", "8", "--fp8", "--output", str(output)]
+    command = ["quantize", source, "--bits", "8", option, "--output", str(output)]
     assert main(command) == 0
-    lm = fdjax.load(str(output), plan=Plan())
-    assert {weight.kind for weight in lm.config.weight_formats} == {"fp8"}
+    assert ("the model writes" in capsys.readouterr().err) == (option == "--w8a8")
+    formats = fdjax.load(str(output), plan=Plan()).config.weight_formats
+    assert {(weight.kind, weight.rounded_activations) for weight in formats} == {(kind, True)}
 
 
 @pytest.mark.parametrize(
@@ -246,17 +258,25 @@ def test_the_command_writes_fp8(tmp_path, capsys):
     [
         (["--fp8"], "--fp8 needs --bits 8"),
         (["--fp8", "--bits", "8", "--group", "32"], "and no --group"),
+        (["--w8a8"], "--w8a8 needs --bits 8"),
+        (["--w8a8", "--fp8", "--bits", "8"], "--fp8 and --w8a8 exclude each other"),
     ],
 )
-def test_fp8_has_8_bits_and_no_groups(options, says, tmp_path, capsys):
+def test_activations_go_with_8_bits_and_no_groups(options, says, tmp_path, capsys):
     assert main(["quantize", *options, "--output", str(tmp_path / "out")]) == 2
     assert says in capsys.readouterr().err
 
 
-def test_experts_in_one_tensor_cannot_be_in_fp8():
+def test_experts_in_one_tensor_keep_their_activations():
     config = parse_config(read_json(FIXTURES / "granitemoe" / "config.json"))
-    with pytest.raises(ValueError, match="holds all experts of a layer, so fp8 cannot be"):
-        tool.with_formats(config, 8, None, "bfloat16", fp8=True)
+    with pytest.raises(ValueError, match="have 8 bits, and one scale for each output"):
+        tool.with_formats(config, 4, None, "bfloat16", activations="int8")
+    with pytest.raises(ValueError, match="activations must be int8 or fp8, got 'int4'"):
+        tool.with_formats(config, 8, None, "bfloat16", activations="int4")
+    with pytest.raises(
+        ValueError, match="holds all experts of a layer, whose activations cannot be in fp8"
+    ):
+        tool.with_formats(config, 8, None, "bfloat16", activations="fp8")
 
 
 @pytest.mark.slow
