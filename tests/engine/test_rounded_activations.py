@@ -132,6 +132,7 @@ def test_large_inputs_are_smoothed(two_layers, tmp_path):
         ("fp8", "cpu", 2.0),
         pytest.param("fp8", "gpu", 2.0, marks=pytest.mark.gpu),
         ("int8", "cpu", 4.5),  # the error of the weights alone is a third of that in fp8
+        pytest.param("int8", "gpu", 4.5, marks=pytest.mark.gpu),
     ],
 )
 def test_little_more_is_lost_than_with_the_weights_alone(kind, device, most):
