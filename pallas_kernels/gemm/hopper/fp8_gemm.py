@@ -24,7 +24,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from fdjax.pallas_kernels.bricks import BRICK
 from fdjax.pallas_kernels.dispatch import Implementation, Shape, needs_half, on_gpu
 from fdjax.pallas_kernels.gemm.hopper.byte_tile import STEP, ByteTile, product
-from fdjax.pallas_kernels.gemm.hopper.tall_tiling import CLUSTER_MULTIPROCESSORS, row_tiles_of
+from fdjax.pallas_kernels.gemm.hopper.tall_tiling import (
+    CLUSTER_MULTIPROCESSORS,
+    check_tiling,
+    row_tiles_of,
+)
 from fdjax.pallas_kernels.hopper.tiles import LAYOUT, load
 from fdjax.pallas_kernels.quantised import PLAIN, WEIGHT_FEATURES, QTensor
 
@@ -54,14 +58,9 @@ class Fp8GemmConfig:
     deep = STEP // BRICK  # height of a tile of the ring in bricks, see `TallGemmConfig`
 
     def __post_init__(self):
-        if not 1 <= self.wide <= 4:
-            raise ValueError(f"fp8_gemm: wide must be in 1..4, got {self.wide}")
+        check_tiling("fp8_gemm", self)
         if self.block_m not in (64, 128):
             raise ValueError(f"fp8_gemm: block_m must be 64 or 128, got {self.block_m}")
-        if self.stages < 2:
-            raise ValueError(f"fp8_gemm: stages must be at least 2, got {self.stages}")
-        if not 1 <= self.split <= 8:
-            raise ValueError(f"fp8_gemm: split must be in 1..8, got {self.split}")
 
     @classmethod
     def for_shape(cls, m: int, k: int, n: int, *, gate: bool = False) -> "Fp8GemmConfig":

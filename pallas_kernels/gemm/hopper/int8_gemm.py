@@ -20,11 +20,13 @@ from fdjax.pallas_kernels.gemm.hopper.tall_tiling import (
     REGISTERS,
     SMEM_BYTES,
     STORED_BYTES,
+    check_rows,
+    check_tiling,
     row_tiles_of,
 )
 from fdjax.pallas_kernels.quantised import PLAIN, WEIGHT_FEATURES, QTensor
 
-ROW_STEP = 16  # tensor cores take no other heights of int8 from 32 rows on
+_ROW_STEP = 16  # tensor cores take no other heights of int8 from 32 rows on
 _LEAST_ROWS = 65  # as in `fp8_gemm`
 _MOST_K = 1 << 17  # whose sums fit into int32
 # Registers of a thread that hold neither sums nor the codes of two steps.
@@ -53,16 +55,8 @@ class Int8GemmConfig:
     deep = STEP // BRICK  # height of a tile of the ring in bricks, see `TallGemmConfig`
 
     def __post_init__(self):
-        if not 1 <= self.wide <= 4:
-            raise ValueError(f"int8_gemm: wide must be in 1..4, got {self.wide}")
-        if self.block_m not in range(ROW_STEP, 257, ROW_STEP):
-            raise ValueError(
-                f"int8_gemm: block_m must be a multiple of 16 up to 256, got {self.block_m}"
-            )
-        if self.stages < 2:
-            raise ValueError(f"int8_gemm: stages must be at least 2, got {self.stages}")
-        if not 1 <= self.split <= 8:
-            raise ValueError(f"int8_gemm: split must be in 1..8, got {self.split}")
+        check_tiling("int8_gemm", self)
+        check_rows("int8_gemm", self.block_m, _ROW_STEP)
 
     @property
     def warpgroups(self) -> int:
@@ -90,7 +84,7 @@ class Int8GemmConfig:
 
     def estimate(self, m: int, k: int, n: int, *, gate: bool) -> float:
         """The estimated time in microseconds."""
-        tiles_m, tile_m = row_tiles_of(m, self.block_m, ROW_STEP)
+        tiles_m, tile_m = row_tiles_of(m, self.block_m, _ROW_STEP)
         blocks = -(-n // (self.wide * BRICK)) * tiles_m * self.split
         steps = -(-k // (STEP * self.split))
         columns = self.wide * (1 + gate)
@@ -105,7 +99,7 @@ class Int8GemmConfig:
 def ranked(m: int, k: int, n: int, *, gate: bool) -> list[Int8GemmConfig]:
     """Tilings, the one of the least estimated time first."""
     tiles = range(-(-m // 256), -(-m // 64) + 1)
-    heights = dict.fromkeys(row_tiles_of(m, -(-m // count), ROW_STEP)[1] for count in tiles)
+    heights = dict.fromkeys(row_tiles_of(m, -(-m // count), _ROW_STEP)[1] for count in tiles)
     options = itertools.product((3, 2, 4), heights, (6,), (1, 2, 3, 4))
     found = [
         config
@@ -123,7 +117,7 @@ class Int8Tile(ByteTile):
     kernel_name = "int8_gemm_kernel"
     config_type = Int8GemmConfig
     sum_dtype = jnp.int32
-    row_step = ROW_STEP
+    row_step = _ROW_STEP
 
     def set_warpgroups(self) -> None:
         """See `TallTile`."""

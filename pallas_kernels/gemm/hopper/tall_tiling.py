@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from typing import Any
 
 from fdjax.pallas_kernels.bricks import BITS, BRICK
 from fdjax.pallas_kernels.dispatch import Shape
@@ -51,18 +52,10 @@ class TallGemmConfig:
     split: int = 1
 
     def __post_init__(self):
-        if not 1 <= self.wide <= 4:
-            raise ValueError(f"tall_gemm: wide must be in 1..4, got {self.wide}")
-        if self.block_m not in range(8, 257, 8):
-            raise ValueError(
-                f"tall_gemm: block_m must be a multiple of 8 up to 256, got {self.block_m}"
-            )
+        check_tiling("tall_gemm", self)
+        check_rows("tall_gemm", self.block_m, 8)
         if self.deep not in (1, 2, 4):
             raise ValueError(f"tall_gemm: deep must be 1, 2 or 4, got {self.deep}")
-        if self.stages < 2:
-            raise ValueError(f"tall_gemm: stages must be at least 2, got {self.stages}")
-        if not 1 <= self.split <= 8:
-            raise ValueError(f"tall_gemm: split must be in 1..8, got {self.split}")
 
     @property
     def warpgroups(self) -> int:
@@ -138,6 +131,22 @@ def ranked(m: int, k: int, n: int, *, bits: int, gate: bool) -> list[TallGemmCon
         ):
             found.append(config)
     return sorted(found, key=lambda config: config.estimate(m, k, n, gate=gate))
+
+
+def check_tiling(name: str, config: Any) -> None:
+    """Raise `ValueError` for values of a kernel's `wide`, `stages` or `split` that cannot be."""
+    if not 1 <= config.wide <= 4:
+        raise ValueError(f"{name}: wide must be in 1..4, got {config.wide}")
+    if config.stages < 2:
+        raise ValueError(f"{name}: stages must be at least 2, got {config.stages}")
+    if not 1 <= config.split <= 8:
+        raise ValueError(f"{name}: split must be in 1..8, got {config.split}")
+
+
+def check_rows(name: str, block_m: int, step: int) -> None:
+    """Raise `ValueError` for a number of rows that is no multiple of `step` up to 256."""
+    if block_m not in range(step, 257, step):
+        raise ValueError(f"{name}: block_m must be a multiple of {step} up to 256, got {block_m}")
 
 
 def row_tiles_of(m: int, block_m: int, step: int = 8) -> tuple[int, int]:
