@@ -247,8 +247,8 @@ class LM:
           list of prompts gives empty lists.
 
         Raises:
-          ValueError: a prompt is empty, too long for the cache or has ids outside the vocabulary;
-            an option is out of range; the options forbid every token.
+          ValueError: a prompt has no tokens, is too long for the cache or has ids outside the
+            vocabulary; an option is out of range; the options forbid every token.
           TypeError: there is no such option, or both `eos_token_id` and `eos_token_ids` are given.
           MissingTokenizerError: a text or a stop string is given, but there is no tokenizer.
           FloatingPointError: a row's logits are not finite; the message names the prompt.
@@ -574,8 +574,8 @@ class LM:
           A `ScoreResult` with one entry per text.
 
         Raises:
-          ValueError: a text is empty, too long or has ids outside the vocabulary; `stride` or
-            `batch_size` is out of range.
+          ValueError: a text has no tokens, is too long or has ids outside the vocabulary; `stride`
+            or `batch_size` is out of range.
           MissingTokenizerError: a text is given, but there is no tokenizer.
           FloatingPointError: logits are not finite; the message names the text.
           MemoryError: the cache that a text needs does not fit beside the weights.
@@ -746,7 +746,8 @@ def load(
         more.
       kv_dtype: dtype of keys and values in the cache: "int8", or by default the dtype of the
         activations. An int8 cache holds almost twice as many tokens, see docs/quantised.md.
-      max_batch: largest number of rows that run at once. Default: as many as fit.
+      max_batch: largest number of rows that run at once. Default: as many as fit. More than 256,
+        or 32 on a CPU, never do.
       max_len: cache slots per row, for prompt and new tokens. Default: the cache is sized by the
         prompts, in a few steps, up to the model's max_position_embeddings. If a call does not give
         the number of new tokens, it is limited to the slots after the prompt.

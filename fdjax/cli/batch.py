@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 
 import fdjax
 from fdjax.cli.arguments import UsageError
-from fdjax.cli.shared import load_model, model_of, sampling_of, with_room
+from fdjax.cli.shared import counted, load_model, model_of, sampling_of, with_room
 from fdjax.engine.mesh import Place
 from fdjax.engine.results import IndexedGeneration
 from fdjax.models import CheckpointError
@@ -58,7 +58,7 @@ def run_batch(args: argparse.Namespace) -> int:
     options = sampling_of(args) | {"num_return_sequences": args.num_return_sequences}
     with AnswerFile(args.output, _run_of(args, data, options)) as answers:
         left = [i for i in range(len(lines)) if i not in answers.done]
-        _say(f"{len(lines)} prompts, {len(left)} without an answer")
+        _say(f"{counted(len(lines), 'prompt')}, {len(left)} without an answer")
         if not left:
             return 0
         lm = load_model(args)
@@ -111,9 +111,9 @@ def _answer_all(
                 complete += 1
                 if update is not None:
                     update(complete, tokens)
-    errors = f" ({failed} of them errors)" if failed else ""
-    seconds = time.monotonic() - began
-    _say(f"{len(lines)} answers{errors}, {tokens} tokens in {seconds:.1f} s: {answers.path}")
+    errors = f", of which {counted(failed, 'error')}" if failed else ""
+    seconds, count = time.monotonic() - began, counted(len(lines), "answer")
+    _say(f"{count}{errors}, {counted(tokens, 'token')} in {seconds:.1f} s: {answers.path}")
 
 
 class AnswerFile:
@@ -229,7 +229,7 @@ def _read(path: Path) -> bytes:
 
 
 def _lines(data: bytes, path: Path) -> Iterator[Line]:
-    """The lines of the input: each a JSON string, or an object with "prompt" or "messages"."""
+    """The lines of the input: a JSON string, token ids, or an object with either or messages."""
     for number, text in enumerate(data.removeprefix(codecs.BOM_UTF8).split(b"\n"), 1):
         if not text.strip():
             continue
@@ -237,6 +237,8 @@ def _lines(data: bytes, path: Path) -> Iterator[Line]:
             value = json.loads(text.decode(), parse_constant=_refuse_constant, parse_float=_finite)
         except (ValueError, RecursionError) as error:
             raise UsageError(f"{path}: line {number} is not JSON: {error}") from None
+        if not isinstance(value, str | list | dict):
+            raise UsageError(f"{path}: line {number} must be a text, token ids or an object")
         fields = value if isinstance(value, dict) else {"prompt": value}
         names = fields.keys() & {"prompt", "messages"}
         if len(names) != 1:

@@ -30,8 +30,8 @@ def add_arguments(parser: Parser) -> None:
         "--input",
         type=some_path,
         metavar="FILE",
-        help='answer each line of a file: a JSON string, or an object with "prompt" or "messages" '
-        'and optionally an "id"',
+        help="answer each line of a file, in JSON: a text, token ids, or an object with "
+        '"prompt" or "messages" and optionally an "id"',
     )
     parser.add_argument(
         "--output",

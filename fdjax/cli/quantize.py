@@ -125,10 +125,12 @@ def run(args: argparse.Namespace) -> int:
     scales = unnamed_dtype(folder, data) or config.dtype
     activations = "fp8" if args.fp8 else "int8" if args.w8a8 else None
     # Raises an error if the group does not divide.
-    quantise.with_formats(config, args.bits, group, scales, activations=activations)
+    planned = quantise.with_formats(config, args.bits, group, scales, activations=activations)
     inputs, reference = None, None
     if texts:
         reference = fdjax.load(str(folder), calibration=False)
+        if not reference.tokenizer:
+            raise ValueError(f"quantize: {folder} has no tokenizer.json, so --text cannot be used")
         observed, compared = _split(reference, texts)
         _make(args.output)
         say(f"running {sum(map(len, observed)):,} tokens")
@@ -158,13 +160,15 @@ def run(args: argparse.Namespace) -> int:
     seconds = time.perf_counter() - began
     tensors = stored_tensors(folder).values()
     before = sum(tensor.nbytes for tensor in tensors if tensor.dtype in DTYPES)
-    print(f"size          {gigabytes(written)}, {before / written:.2f} times less than before")
+    less = written <= before
+    change = f"{before / written:.2f} times less" if less else f"{written / before:.2f} times more"
+    print(f"size          {gigabytes(written)}, {change} than before")
     print(f"seconds       {seconds:.1f}")
     if reference is not None:
         other = fdjax.load(str(args.output), calibration=False)
         print(quantise.compare_models(reference.engine, other.engine, compared))
     say(f"written to {args.output}")
-    if why := quantise.why_transformers_cannot(config):
+    if why := quantise.why_transformers_cannot(planned):
         say(f"transformers cannot load this model: {why}")
     return 0
 

@@ -195,6 +195,11 @@ def read_text(path: Path) -> str:
         raise ValueError(f"{path}: not UTF-8 at byte {error.start}") from None
 
 
+def counted(count: int, what: str) -> str:
+    """A number of things, such as "1 prompt" and "2 prompts"."""
+    return f"{count:,} {what}" + "s" * (count != 1)
+
+
 def say(doing: str) -> None:
     """Print a message about the progress on standard error."""
     print(f"fdjax: {doing}", file=sys.stderr, flush=True)

@@ -110,8 +110,8 @@ class BeamSearch(RequestState):
         found = sum(length > 0 for length, _, _ in ends[: self.width])
         if found < len(self._answers):
             raise ValueError(
-                f"generate: prompt {self.request.prompt}: the options allow only {found} answers, "
-                f"num_return_sequences is {len(self._answers)}"
+                f"generate: prompt {self.request.prompt}: the options allow only {found} of the "
+                f"answers, num_return_sequences is {len(self._answers)}"
             )
         for i, answer in enumerate(self._answers):
             answer.set(self._tokens(*ends[i]), scores[i])

@@ -400,6 +400,7 @@ class Engine:
         Raises:
           RuntimeError: requests are running.
         """
+        self.runner.settle()
         if self.runner.busy:
             raise RuntimeError("release: requests are running; end or cancel them first")
         self.reusable = self.pool = None

@@ -193,13 +193,13 @@ class GenerateResult(Sequence[Generation]):
 
     @property
     def text(self) -> str:
-        """The text of the only prompt.
+        """The only answer's text.
 
         Raises:
-          ValueError: there were several prompts, or no tokenizer.
+          ValueError: there are several answers, or no tokenizer.
         """
         if self.texts is None or len(self.texts) != 1:
-            raise ValueError("text: needs one prompt and a tokenizer; see `texts` and `tokens`")
+            raise ValueError("text: needs one answer and a tokenizer; see `texts` and `tokens`")
         return self.texts[0]
 
 

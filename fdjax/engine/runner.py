@@ -52,6 +52,10 @@ _FEWER_ROWS, _STEPS_OF_FEWER_ROWS = (32, 128), 64
 _runners: weakref.WeakSet["Runner"] = weakref.WeakSet()
 
 
+# Seconds to wait for steps of calls that have been cancelled. They may be compiling.
+_LONGEST_STEPS_S = 30
+
+
 @atexit.register
 def _stop_all() -> None:
     """Stop all threads at exit, because one that is inside of XLA then ends the process."""
@@ -165,6 +169,19 @@ class Runner:
             if self._advancing is None:
                 self._settle()
             self._condition.notify_all()
+
+    def settle(self) -> None:
+        """Wait until steps end that run for calls that have been cancelled, and free their rows."""
+        with self._lock:
+            idle = self._advancing is None
+            # Other calls may take long, and a callback would wait for itself.
+            if not idle and self._advancing != threading.get_ident() and self._is_cancelled():
+                idle = self._condition.wait_for(lambda: self._advancing is None, _LONGEST_STEPS_S)
+            if idle:
+                self._settle()
+
+    def _is_cancelled(self) -> bool:
+        return self._background and all(call.ended for call in self._submitted)
 
     def stop(self, timeout: float) -> None:
         """End submitted calls, and let only the main thread advance the others.

@@ -71,6 +71,8 @@ def token_array(prompt: Any, tokenizer: Tokenizer, vocab_size: int, what: str) -
     if array is None or array.min() < 0 or array.max() >= vocab_size:
         wrong = next(t for t in ids if not _is_id_type(type(t)) or not 0 <= t < vocab_size)
         wrong = wrong.item() if isinstance(wrong, np.generic) else wrong
+        if not _is_id_type(type(wrong)):
+            raise ValueError(f"{what} has id {wrong!r}, which is no integer")
         hint = "; tokenizer.json has more tokens than the model" * isinstance(prompt, str)
         raise ValueError(f"{what} has id {wrong!r}, the vocabulary is 0..{vocab_size - 1}{hint}")
     return array.astype(np.int32)  # a copy: the caller may change the array

@@ -220,7 +220,7 @@ class Tokenizer:
 
     def _required(self):
         if self._tokenizer is None:
-            hint = "pass token ids instead"
+            hint = "texts, chats, streams and stop strings need one; token ids do not"
             for name in ("tokenizer.model", "vocab.json"):
                 if self.folder is not None and (self.folder / name).exists():
                     hint = (

@@ -133,10 +133,12 @@ class ModelInfo:
     def _fits(self) -> str:
         if not self.longest_context:
             return f"no, not even one token for {_rows(self.memory.batch)}"
-        return (
+        fits = (
             f"{_rows(self.largest_batch)} of {self.memory.max_len:,} tokens, or "
             f"{_rows(self.memory.batch)} of {self.longest_context:,}"
         )
+        too_many = max(self.largest_batch, self.memory.batch) > MOST_ROWS
+        return fits + f"; at most {MOST_ROWS} run at once" * too_many
 
 
 def _rows(count: int) -> str:

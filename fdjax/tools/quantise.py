@@ -22,10 +22,9 @@ from fdjax.pallas_kernels.quantised import WeightFormat, word_rows
 from fdjax.system.process import transfers_allowed
 from fdjax.tools.smoothing import LayerInputs, Smoothed, smoothed
 from fdjax.weights.calibration import FILE as CALIBRATION
-from fdjax.weights.checkpoint import by_our_names
+from fdjax.weights.checkpoint import checked_tensors
 from fdjax.weights.formats.layer import Codes, StoredLinear
 from fdjax.weights.formats.mxfp4 import GROUP as MX_GROUP
-from fdjax.weights.formats.scheme import scheme_of, stored_linears
 from fdjax.weights.quantise import GROUPS, quantise, to_quantise
 from fdjax.weights.stored import DTYPES, FLOATS, INDEX, StoredTensor, read_json
 from fdjax.weights.written import SHARD_BYTES, Planned, write_tensors
@@ -72,16 +71,17 @@ def quantise_checkpoint(
       Bytes of the tensors.
 
     Raises:
-      CheckpointError: a tensor is not floating point.
+      CheckpointError: tensors are not what config.json describes, not floating point, or not
+        finite.
       ValueError: the group does not divide the inputs of a layer, or activations do not go with the
         rest.
       OSError: a file cannot be written.
     """
-    data, source = read_json(folder / "config.json"), str(folder / "config.json")
-    stored = by_our_names(folder, config)
+    data = read_json(folder / "config.json")
+    stored, linears = checked_tensors(folder, config)
     in_mxfp4 = {
         name: linear
-        for name, linear in stored_linears(scheme_of(data, source), config, stored).items()
+        for name, linear in linears.items()
         if linear.format is not None and linear.format.kind == "fp4"
     }
     config = with_formats(config, bits, group, scales, activations=activations)
@@ -158,9 +158,21 @@ def with_formats(
 
 
 def default_group(config: DecoderConfig) -> int:
-    """The largest of the usual groups that divides the inputs of all layers; else the last."""
-    inputs = [k for _, _, k in to_quantise(config)]
-    return next((g for g in GROUPS if not any(k % g for k in inputs)), GROUPS[-1])
+    """The largest of the usual groups that divides the inputs of all layers.
+
+    Raises:
+      ValueError: none of them does.
+    """
+    inputs = [(name, k) for name, _, k in to_quantise(config)]
+    for group in GROUPS:
+        if not any(k % group for _, k in inputs):
+            return group
+    name, k = next((name, k) for name, k in inputs if k % GROUPS[-1])
+    *most, last = GROUPS
+    raise ValueError(
+        f"quantize: none of {', '.join(map(str, most))} and {last} divides the {k} inputs of "
+        f"{name}; --group must"
+    )
 
 
 def experts_in_one(config: DecoderConfig) -> list[str]:
@@ -175,9 +187,14 @@ def experts_in_one(config: DecoderConfig) -> list[str]:
 
 
 def why_transformers_cannot(config: DecoderConfig) -> str | None:
-    """Why transformers cannot load the quantised model, or None if it can."""
+    """Why transformers cannot load a model with these formats, or None if it can."""
     if experts_in_one(config):
         return "a tensor holds all experts of a layer"
+    if any(
+        path[-2:] == ("experts", "down") and form.kind == "int8" and form.rounded_activations
+        for path, form in config.formats_by_path.items()
+    ):
+        return "it drops experts whose weights and activations are in int8"
     weights = weight_map(config)
     paths = (("blocks", 0, *linear.path, "weight") for linear in config.blocks[0].linears.values())
     if any(weights[path].outputs_first()[1] for path in paths):
@@ -221,13 +238,16 @@ def _in_bytes(tensor: StoredTensor, form: WeightFormat, swap: bool, changes: Smo
 
 def _codes(tensor: StoredTensor, form: WeightFormat, swap: bool, changes: Smoothed) -> Codes:
     weight, name = tensor.view(FLOATS), tensor.name
-    return quantise(
+    codes = quantise(
         weight.swapaxes(-1, -2) if swap else weight,
         form,
         changes.importance.get(name),
         columns=changes.columns.get(name),
         rows=changes.rows.get(name),
     )
+    if not np.isfinite(codes.scales.astype(np.float32)).all():
+        raise CheckpointError(f"{tensor.file.name}: tensor {name!r} has values that are not finite")
+    return codes
 
 
 def _mxfp4(module: str, linear: StoredLinear):

@@ -272,10 +272,14 @@ def _errors(weight: Array, sample: Array, magnitude: Array, *, form: WeightForma
     def error(power):
         scale = _power(magnitude, power, jnp)[None]
         groups = (weight * scale).reshape(weight.shape[0], -1, form.group)
-        step = jnp.max(jnp.abs(groups), axis=2, keepdims=True) / (half - 1)
-        step = jnp.where(step == 0, 1.0, step)
-        rounded = jnp.clip(jnp.round(groups / step), -half, half - 1) * step
-        rounded = rounded.reshape(weight.shape)
+        largest = jnp.max(jnp.abs(groups), axis=2, keepdims=True)
+        if form.kind == "fp8":
+            step = jnp.where(largest == 0, 1.0, largest / 448)
+            codes = (groups / step).astype(jnp.float8_e4m3fn).astype(jnp.float32)
+        else:
+            step = jnp.where(largest == 0, 1.0, largest / (half - 1))
+            codes = jnp.clip(jnp.round(groups / step), -half, half - 1)
+        rounded = (codes * step).reshape(weight.shape)
         lost = sample @ (rounded / scale - weight).T
         if form.rounded_activations and form.kind == "int8":
             lost += _lost_by_int8(sample / scale) @ rounded.T

@@ -190,6 +190,27 @@ def check_tensors(
             )
 
 
+def checked_tensors(
+    folder: Path, config: DecoderConfig
+) -> tuple[dict[str, StoredTensor], dict[str, StoredLinear]]:
+    """The tensors of a checkpoint by name, and its quantised weights, as config.json describes.
+
+    Raises:
+      CheckpointError: see `stored_tensors` and `check_tensors`; or config.json ties head and
+        embedding, but they differ in the checkpoint.
+    """
+    weights, stored = weight_map(config), by_our_names(folder, config)
+    linears = _stored_linears(folder, config, stored)
+    ignored, head = ignored_tensors(config), head_tensor(config)
+    if config.tie_embeddings:
+        ignored = (*ignored, re.escape(head))
+    check_tensors(stored, weights, (*ignored, *[_OTHER_SCALES] * bool(linears)), linears)
+    if config.tie_embeddings:
+        ((embedding, _),) = weights["embed",].sources
+        _check_tied(stored, head, embedding)
+    return stored, linears
+
+
 def load_params(
     folder: Path,
     model: Model,
@@ -214,23 +235,14 @@ def load_params(
         holds its results.
 
     Raises:
-      CheckpointError: see `stored_tensors` and `check_tensors`; or config.json ties head and
-        embedding, but they differ in the checkpoint.
+      CheckpointError: see `checked_tensors`.
 
     Warns:
       UserWarning: a tensor has values that are not finite, or a matrix or norm is all zeros.
     """
     began = time.perf_counter()
     weights = weight_map(model.config)
-    stored = by_our_names(folder, model.config)
-    linears = _stored_linears(folder, model.config, stored)
-    ignored, head = ignored_tensors(model.config), head_tensor(model.config)
-    if model.config.tie_embeddings:
-        ignored = (*ignored, re.escape(head))
-    check_tensors(stored, weights, (*ignored, *[_OTHER_SCALES] * bool(linears)), linears)
-    if model.config.tie_embeddings:
-        ((embedding, _),) = weights["embed",].sources
-        _check_tied(stored, head, embedding)
+    stored, linears = checked_tensors(folder, model.config)
     _warn_of_dequantised(folder, linears, model.config)
     views = {
         name: stored[name].view(FLOATS)
@@ -260,12 +272,14 @@ def load_params(
             del tensor, tensors
         else:
             swap = weight.outputs_first()[1]
-            codes = [
-                linears[name].codes(form)
-                if name in linears
-                else quantise(_outputs_first(views.pop(name), swap), form)
-                for name, _ in weight.sources
-            ]
+            codes = []
+            for name, _ in weight.sources:
+                if name in linears:
+                    codes.append(linears[name].codes(form))
+                    continue
+                codes.append(quantise(_outputs_first(views.pop(name), swap), form))
+                largest = float(np.max(np.abs(codes[-1].scales.astype(np.float32))))
+                _warn_of_damage(stored[name], largest, model)
             shares = _quantised(codes, form, division, path)
         leaf = division.assembled(shares, path)
         node = params
@@ -527,8 +541,8 @@ def unnamed_dtype(folder: Path, config: dict[str, Any]) -> str | None:
     if named or not has_weights(folder):
         return None
     matrices = [tensor for tensor in stored_tensors(folder).values() if len(tensor.shape) > 1]
-    # Integers are codes of quantised weights, or masks, which may also be booleans.
-    others = "I", "U", "BOOL"
+    # Integers and fp8 are codes of quantised weights; integers and booleans may be masks.
+    others = "I", "U", "BOOL", "F8"
     dtypes = {tensor.dtype for tensor in matrices if not tensor.dtype.startswith(others)}
     names = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
     return names.get(dtypes.pop()) if len(dtypes) == 1 else None

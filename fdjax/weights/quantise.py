@@ -81,6 +81,9 @@ def quantise(
       form: the format, without zeros; not "fp4".
       importance: [K] weights of the squared errors; default all equal.
       columns, rows: factors [K] and [N] by which the weight is multiplied first.
+
+    Returns:
+      The codes. The scale of a group with values that are not finite is NaN.
     """
     *outs, k = weight.shape
     weight = weight.reshape(-1, k)
@@ -146,6 +149,7 @@ def _quantise(
 
     start = jnp.full(widest.shape, jnp.inf), jnp.zeros_like(widest)
     (_, scales), _ = lax.scan(tried, start, jnp.array(factors, jnp.float32))
+    scales = jnp.where(jnp.isfinite(largest), scales, jnp.nan)
     codes = codes_of(scales)
     if form.kind == "fp8":
         codes = lax.bitcast_convert_type(codes, jnp.uint8)

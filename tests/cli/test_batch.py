@@ -164,7 +164,8 @@ def test_a_model_with_names_that_are_not_utf8(files, by_default, tmp_path):
         ('{"id": 3}', 'line 2 must have either "prompt" or "messages"'),
         ('{"prompt": "a", "messages": []}', 'line 2 must have either "prompt" or "messages"'),
         ('{"prompt": "a", "temperature": 1}', "unknown field 'temperature'"),
-        ("7", '"prompt" of line 2 must be a text or token ids'),
+        ("7", "line 2 must be a text, token ids or an object"),
+        ("null", "line 2 must be a text, token ids or an object"),
         ('{"prompt": null}', '"prompt" of line 2 must be a text or token ids'),
         ('{"messages": "Hi"}', '"messages" of line 2 must be a list of messages'),
         ('{"prompt": "a", "id": NaN}', "line 2 is not JSON: NaN"),
@@ -189,7 +190,7 @@ def test_a_prompt_that_is_refused_has_an_error(files, capsys):
     assert chat["error"] == "ValueError: chat: message 0 must be a dict with a 'role', got 1"
     assert empty["error"] == "ValueError: generate: prompt 1 is empty; give at least one token"
     assert answered["finish_reason"] in ("stop", "length") and answered["id"] == "\ud800"
-    assert "3 answers (2 of them errors), " in capsys.readouterr().err
+    assert "3 answers, of which 2 errors, " in capsys.readouterr().err
     files[1].unlink()
     files[0].write_text("[5]\n")
     assert run(files, "--system", "Be kind") == 0

@@ -176,7 +176,9 @@ def test_a_search_that_fails_fails_alone(lm):
 def test_fewer_answers_than_asked_for_are_an_error(lm):
     only = [i for i in range(lm.config.vocab_size) if i not in (5, 6)]
     options = {**OPTIONS, "num_beams": 4, "max_new_tokens": 1, "suppress_tokens": only}
-    with pytest.raises(ValueError, match=r"prompt 0: the options allow only 2 answers, num_return"):
+    with pytest.raises(
+        ValueError, match=r"prompt 0: the options allow only 2 of the answers, num_return"
+    ):
         lm.generate([3, 4], num_return_sequences=3, **options)
     assert sorted(lm.generate([3, 4], num_return_sequences=2, **options).tokens) == [[5], [6]]
 

@@ -320,6 +320,21 @@ def test_other_weights_share_nothing(lm, load):
 
 
 @pytest.mark.slow
+def test_release_waits_for_steps_of_what_was_cancelled(lm):
+    """A thread in the background may be in the middle of steps."""
+    for _ in range(8):
+        request = lm.submit([3, 4, 5], max_new_tokens=60, **OPTIONS)
+        next(request)
+        request.cancel()
+        lm.release()
+    others = [lm.submit([3, 4, 5], max_new_tokens=60, **OPTIONS) for _ in range(2)]
+    others[0].cancel()
+    with pytest.raises(RuntimeError, match="release: requests are running"):
+        lm.release()
+    assert len(others[1].result().tokens[0]) == 60
+
+
+@pytest.mark.slow
 def test_release_frees_the_cache(lm):
     ids = [3, 4, 5] * 60
     want = lm.generate(ids, max_new_tokens=3, **OPTIONS)

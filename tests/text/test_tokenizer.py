@@ -150,7 +150,7 @@ def test_without_a_tokenizer_ids_are_all_there_is(tmp_path):
     for use in (lambda: nothing.encode("a"), lambda: nothing.decode([1]), lambda: nothing.token(1)):
         with pytest.raises(MissingTokenizerError) as caught:
             use()
-        assert str(caught.value) == f"{tmp_path}: no tokenizer.json; pass token ids instead"
+        assert str(caught.value).startswith(f"{tmp_path}: no tokenizer.json; texts, chats")
     assert issubclass(MissingTokenizerError, CheckpointError)
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 import fdjax
 from fdjax.cli.main import main
@@ -316,6 +316,53 @@ def test_transformers_learns_what_is_not_quantised(case, kept, tmp_path, capsys)
     described = read_json(output / "config.json")["quantization_config"]
     assert set(described["ignore"]) == {"lm_head", *kept}
     assert "transformers cannot" not in capsys.readouterr().err
+
+
+def spoilt(folder, change):
+    """A copy of a checkpoint whose tensors are changed."""
+    shutil.copytree(FIXTURES / "llama2_mha", folder)
+    tensors = load_file(folder / "model.safetensors")
+    save_file(change(dict(tensors)), folder / "model.safetensors")
+    return folder
+
+
+DOWN = "model.layers.0.mlp.down_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda t: {name: a for name, a in t.items() if name != DOWN}, "is missing"),
+        (lambda t: t | {"model.layers.0.foo.weight": t[DOWN]}, "is unexpected"),
+        (lambda t: t | {DOWN: t[DOWN][:16].copy()}, "must have shape"),
+        (lambda t: t | {DOWN: np.where(t[DOWN] == t[DOWN].max(), np.nan, t[DOWN])}, "not finite"),
+        (lambda t: t | {DOWN: np.where(t[DOWN] == t[DOWN].max(), -np.inf, t[DOWN])}, "not finite"),
+    ],
+)
+def test_a_damaged_checkpoint_is_not_quantised(change, says, tmp_path):
+    folder = spoilt(tmp_path / "spoilt", change)
+    config = parse_config(read_json(folder / "config.json"))
+    with pytest.raises(fdjax.CheckpointError, match=says):
+        tool.quantise_checkpoint(folder, tmp_path / "out", config, bits=8, scales="float32")
+    assert not (tmp_path / "out" / "config.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantize", ["int4", "int8", "fp8"])
+@pytest.mark.parametrize(("value", "says"), [(np.nan, "not finite"), (0, "only zeros")])
+def test_damage_is_found_while_a_model_is_quantised(quantize, value, says, tmp_path):
+    folder = spoilt(tmp_path / "spoilt", lambda t: t | {DOWN: np.full_like(t[DOWN], value)})
+    with pytest.warns(UserWarning, match=f"{DOWN}' has .*{says}"):
+        fdjax.load(str(folder), quantize=quantize, plan=Plan(), progress=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("option", "can"), [("--w8a8", False), ("--fp8", True)])
+def test_transformers_drops_experts_in_int8(option, can, tmp_path, capsys):
+    source, output = str(FIXTURES / "mixtral"), str(tmp_path / "out")
+    command = ["quantize", source, "--bits", "8", option, "--weights-only", "--output", output]
+    assert main(command) == 0
+    assert ("transformers cannot" not in capsys.readouterr().err) == can
 
 
 @pytest.mark.slow
@@ -820,11 +867,15 @@ def test_the_default_group_divides_all_inputs(name, group):
 
 def test_inputs_that_no_usual_group_divides_are_named():
     config = parse_config(read_json(FIXTURES / "gemma2" / "config.json"))
-    with pytest.raises(ValueError, match="group must divide the 48 inputs of qkv, got 32"):
+    with pytest.raises(
+        ValueError, match="none of 128, 64 and 32 divides the 48 inputs of qkv; --group must"
+    ):
         tool.with_formats(config, 4, tool.default_group(config), "bfloat16")
     config = parse_config(read_json(FIXTURES / "cohere" / "config.json"))
     bad = {k for _, _, k in tool.to_quantise(config) if k % 32}
-    with pytest.raises(ValueError, match=f"group must divide the {min(bad)} inputs of .*, got 32"):
+    with pytest.raises(
+        ValueError, match=f"none of 128, 64 and 32 divides the {min(bad)} inputs of"
+    ):
         tool.with_formats(config, 4, tool.default_group(config), "bfloat16")
 
 
@@ -873,10 +924,11 @@ def test_masks_of_old_checkpoints_are_left_out(case, tmp_path):
     assert fdjax.load(str(output), compilation_cache=False, progress=False).config.weight_formats
 
 
-def test_masks_do_not_count_for_the_dtype(tmp_path):
+@pytest.mark.parametrize("dtype", [bool, np.int32, ml_dtypes.float8_e4m3fn])
+def test_masks_and_codes_do_not_count_for_the_dtype(dtype, tmp_path):
     config = {"model_type": "gptj"}
     save_file(
-        {"w": np.ones((2, 2), np.float16), "h.0.attn.bias": np.ones((1, 1, 2, 2), bool)},
+        {"w": np.ones((2, 2), np.float16), "h.0.attn.bias": np.ones((1, 1, 2, 2), dtype)},
         tmp_path / "model.safetensors",
     )
     assert unnamed_dtype(tmp_path, config) == "float16"

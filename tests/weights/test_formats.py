@@ -753,6 +753,39 @@ def test_a_wrong_value_is_an_error_or_makes_no_difference(case):
             assert formats <= {(w.kind, w.group) for w in right.weight_formats}, (path, wrong)
 
 
+@pytest.mark.parametrize(
+    ("case", "where", "change", "says"),
+    [
+        (
+            *("ct_fp8_channel", "weights", {"block_structure": [128, 128]}),
+            "'block_structure' is for strategy 'block', which is 'channel'",
+        ),
+        (
+            *("ct_fp8_channel", "input_activations", {"strategy": "foo"}),
+            "strategy 'foo' of activations is not supported",
+        ),
+        ("ct_fp8_channel", "input_activations", {"num_bits": "8"}, "num_bits"),
+    ],
+)
+def test_what_is_known_must_be_right(case, where, change, says):
+    folder = FIXTURES / case
+    data = json.loads((folder / "config.json").read_text())
+    (group,) = data["quantization_config"]["config_groups"].values()
+    group[where] = (group[where] or {}) | change
+    with pytest.raises(CheckpointError, match=says):
+        quantised_config(folder, parse_config(data), data)
+
+
+@pytest.mark.parametrize("activations", [None, {"num_bits": 8, "type": "int"}])
+def test_packed_int8_may_have_rounded_activations(activations):
+    folder = FIXTURES / "ct_int8_channel"
+    data = json.loads((folder / "config.json").read_text())
+    (group,) = data["quantization_config"]["config_groups"].values()
+    group["input_activations"] = activations
+    found = quantised_config(folder, parse_config(data), data)
+    assert {w.rounded_activations for w in found.weight_formats} == {activations is not None}
+
+
 def test_a_description_without_quantised_weights_is_refused(tmp_path):
     dense = {f"{m}.weight": np.zeros(s, ml_dtypes.bfloat16) for m, s in LINEARS.items()}
     write(tmp_path, gptq_config(4, 32, True), dense)

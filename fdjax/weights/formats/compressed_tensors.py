@@ -36,6 +36,9 @@ _FORMATS = (
 )
 _SCALES = ("BF16", "F16", "F32", "F8_E8M0")
 
+# How scales of activations may be divided. Ours are by token in any case.
+_ACTIVATION_STRATEGIES = ("tensor", "token", "channel", "group", "tensor_group", "block")
+
 
 @dataclasses.dataclass(frozen=True)
 class Group:
@@ -93,6 +96,10 @@ class Group:
         block = weights.get("block_structure", list, None)
         if strategy == "block" and not is_block(block):
             raise CheckpointError(f"{source}: 'block_structure' must be two sizes, got {block!r}")
+        if strategy != "block" and block is not None:
+            raise CheckpointError(
+                f"{source}: 'block_structure' is for strategy 'block', which is {strategy!r}"
+            )
         return cls(
             tuple(map(str, targets)),
             kinds[bits, kind],
@@ -100,18 +107,24 @@ class Group:
             strategy,
             group_size,
             tuple(block) if block else None,
-            _rounds(kinds[bits, kind], strategy, reader.get("input_activations", dict, None)),
+            _rounds(
+                kinds[bits, kind], strategy, reader.get("input_activations", dict, None), source
+            ),
         )
 
 
-def _rounds(kind: str, strategy: str, activations: dict[str, Any] | None) -> bool:
+def _rounds(kind: str, strategy: str, activations: dict[str, Any] | None, source: str) -> bool:
     """Whether a group quantises activations to the kind of its weights.
 
     The scales of activations may be new ones, or the group holds them. int8 needs a scale for each
     column, so that sums are integers.
     """
-    described = activations or {}
-    wanted = described.get("num_bits"), described.get("type", "int")
+    if activations is None:
+        return False
+    reader = ConfigReader(activations, source)
+    wanted = reader.get("num_bits", int), reader.get("type", str, "int")
+    if (scales := reader.get("strategy", str, "tensor")) not in _ACTIVATION_STRATEGIES:
+        raise CheckpointError(f"{source}: strategy {scales!r} of activations is not supported")
     if kind == "int8":
         return wanted == (8, "int") and strategy in ("channel", "tensor")
     return kind == "fp8" and wanted == (8, "float")
@@ -238,7 +251,13 @@ def _packed(group: Group, module: str, shape, stored: Stored, source: str) -> St
             zeros = unpack_rows(zero.view().T, bits, outs[0]).T
         return _codes(packed.view(), scale, zeros, outs, columns)
 
-    weight = WeightFormat(group.kind, k // len(columns), zero is not None, scale_dtype(scale))
+    weight = WeightFormat(
+        group.kind,
+        k // len(columns),
+        zero is not None,
+        scale_dtype(scale),
+        rounded_activations=group.rounded_activations and zero is None and len(outs) == 1,
+    )
     return in_order(shape, tuple(names), weight, read_codes, order)
 
 
