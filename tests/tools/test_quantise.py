@@ -162,6 +162,25 @@ def test_texts_are_observed_alike_in_any_number_at_once(monkeypatch):
             np.testing.assert_allclose(inputs.square, square, rtol=1e-4)
 
 
+def test_the_search_of_scales_knows_what_is_rounded():
+    """With a power of 0, inputs and weights are rounded as they are."""
+    rng = np.random.default_rng(0)
+    exact = rng.uniform(-3, 3, (8, 64)).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    exact[:, 0] = 448 / 2**7
+    sample, magnitude = rng.normal(size=(5, 64)).astype(np.float32), np.ones(64, np.float32)
+    fp8 = WeightFormat("fp8", 64, rounded_activations=True)
+    assert smoothing._errors(exact, sample, magnitude, form=fp8)[0] == 0
+
+    whole = rng.integers(-126, 127, (8, 64)).astype(np.float32)
+    whole[:, 0] = 127
+    step = np.abs(sample).max(axis=1, keepdims=True) / 127
+    lost = (np.round(sample / step) * step - sample) @ whole.T
+    for rounds, want in ((False, 0), (True, np.sum(lost**2))):
+        int8 = WeightFormat("int8", 64, rounded_activations=rounds)
+        found = smoothing._errors(whole, sample, magnitude, form=int8)[0]
+        np.testing.assert_allclose(found, want, rtol=1e-3)
+
+
 @pytest.mark.soak
 def test_a_model_is_quantised_while_it_is_loaded():
     tiny = fdjax.load("tiny", plan=Plan())
