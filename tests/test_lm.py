@@ -109,7 +109,7 @@ def test_result(lm, truth):
     assert 0 < stats.prefill_seconds < stats.seconds
     parts = stats.prefill_seconds + stats.decode_seconds + stats.compile_seconds
     assert stats.seconds == pytest.approx(parts)
-    with pytest.raises(ValueError, match="one prompt"):
+    with pytest.raises(ValueError, match="one answer"):
         _ = result.text
 
 
