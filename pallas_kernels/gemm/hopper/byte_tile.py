@@ -150,7 +150,7 @@ class ByteTile(TallTile):
                     target = self.smem["y"].at[brick, pl.ds(0, size)]
                     plgpu.copy_gmem_to_smem(source, target, full)
 
-    def await_late(self, brick) -> None:
+    def await_late(self) -> None:
         """Wait for the scales of x, and the residual."""
         plgpu.barrier_wait(self.smem["rest_full"])
 

@@ -576,19 +576,21 @@ class TallTile:
     def _store_all(self, results, rank) -> None:
         """Store a block's rows of (column of bricks, sums, `_of_columns`) of a warpgroup."""
         first, end = self.shares[rank]
+        self.await_late()
         if first == end:
             return
         if self.split > 1:
             plgpu.barrier_wait(self.smem["partial_full"])
-        self.await_late(results[0][0])
         for result in results:
             self._store(*result, first, end)
 
-    def await_late(self, brick) -> None:
-        """Wait for what a warpgroup, whose first column of bricks this is, needs at the end."""
-        if self.late:
-            for piece in range(0, self.pieces, self.deep):
-                plgpu.barrier_wait(self.smem["late_full"].at[lax.div(brick + piece, self.deep)])
+    def await_late(self) -> None:
+        """Wait for the residual. Each warpgroup waits for all of it, since it releases all of it.
+
+        Otherwise it could release a place that another one still reads a step from.
+        """
+        for late in range(self.late):
+            plgpu.barrier_wait(self.smem["late_full"].at[late])
 
     def with_scales(self, sums, start) -> list[Array]:
         """The sums of rows from `start` on, times what the codes were not multiplied by."""
