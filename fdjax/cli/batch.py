@@ -229,7 +229,7 @@ def _read(path: Path) -> bytes:
 
 
 def _lines(data: bytes, path: Path) -> Iterator[Line]:
-    """The lines of the input: a JSON string, token ids, or an object with either or messages."""
+    """The lines of the input: texts, token ids, or objects with "prompt" or "messages"."""
     for number, text in enumerate(data.removeprefix(codecs.BOM_UTF8).split(b"\n"), 1):
         if not text.strip():
             continue

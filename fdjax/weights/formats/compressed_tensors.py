@@ -122,7 +122,7 @@ def _rounds(kind: str, strategy: str, activations: dict[str, Any] | None, source
     if activations is None:
         return False
     reader = ConfigReader(activations, source)
-    wanted = reader.get("num_bits", int), reader.get("type", str, "int")
+    wanted = reader.get("num_bits", int, 8), reader.get("type", str, "int")
     if (scales := reader.get("strategy", str, "tensor")) not in _ACTIVATION_STRATEGIES:
         raise CheckpointError(f"{source}: strategy {scales!r} of activations is not supported")
     if kind == "int8":
