@@ -18,6 +18,8 @@ import jax
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from marks import in_part
+
 # This folder is in the checkout but not in the wheel. The tests may run on an installed wheel.
 with mock.patch.object(sys, "path", [str(Path(__file__).parents[1]), *sys.path]):
     import benchmarks  # noqa: F401
@@ -108,6 +110,30 @@ _executables: dict[str, object] = {}
 # Names the folder in which processes find each other's executables. `.ci/run` has one for all of
 # its stages, otherwise each run has its own.
 _FOLDER = "FDJAX_TEST_PROGRAMS"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--part`, with which `.ci/run` divides long stages among the changes that go in."""
+    parser.addoption(
+        "--part", metavar="K/N", type=_part, help="run the K-th of N parts of the tests"
+    )
+
+
+def _part(text: str) -> tuple[int, int]:
+    part, parts = map(int, text.split("/"))
+    if not 1 <= part <= parts:
+        raise ValueError
+    return part, parts
+
+
+@pytest.hookimpl(trylast=True)  # of the tests that other options have selected
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the tests of `--part`."""
+    if config.option.part is not None:
+        kept = in_part([item.nodeid for item in items], *config.option.part)
+        left_out = [item for item, keep in zip(items, kept, strict=True) if not keep]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item, keep in zip(items, kept, strict=True) if keep]
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -348,6 +348,7 @@ def test_importing_kernels_leaves_the_rest_alone():
     assert "flax" not in modules
 
 
+@pytest.mark.slow
 def test_importing_models_leaves_the_engine_alone():
     modules = _modules_after("import fdjax.models")
     assert _loaded_packages(modules) <= {"fdjax", "fdjax.pallas_kernels", "fdjax.models"}
@@ -363,6 +364,7 @@ assert not xla_bridge._backends, "an import initialised a JAX backend"
 """
 
 
+@pytest.mark.slow
 def test_no_import_initialises_a_backend():
     modules = _modules_after(IMPORT_ALL)
     for room in ("pallas_kernels", "models"):  # the walk followed the links

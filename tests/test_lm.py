@@ -91,6 +91,7 @@ def test_one_prompt_or_many_as_text_or_ids(lm, truth):
     assert text.text == text.texts[0] == lm.tokenizer.decode(text.tokens[0])
 
 
+@pytest.mark.slow
 def test_result(lm, truth):
     prompts = [TEXT, truth[2][0], truth[0][0]]
     # Drawn from one token, so the result is greedy.
@@ -113,6 +114,7 @@ def test_result(lm, truth):
         _ = result.text
 
 
+@pytest.mark.slow
 def test_a_result_is_a_sequence(lm, truth):
     prompts = [truth[i][0] for i in (1, 2, 3)]
     result = lm.generate(prompts, max_new_tokens=4, return_logprobs=1, **GREEDY)
@@ -177,6 +179,7 @@ def test_what_are_no_prompts_is_refused_at_the_call(lm, prompts):
         lm.generate_iter(prompts)
 
 
+@pytest.mark.slow
 def test_ids_may_come_from_an_iterator(lm, truth):
     ids, tokens = truth[1]
     stream = lm.stream(iter(ids), max_new_tokens=4, **GREEDY)
@@ -186,6 +189,7 @@ def test_ids_may_come_from_an_iterator(lm, truth):
         assert result.tokens == [tokens[:4]]
 
 
+@pytest.mark.slow
 def test_ids_may_be_arrays(lm, truth):
     ids, tokens = truth[1]
     want = [tokens[:4]]
@@ -901,6 +905,7 @@ def test_blocks_that_are_alike_are_traced_once(lm, monkeypatch):
     assert len(traced) == 3
 
 
+@pytest.mark.slow
 def test_what_the_host_reads_lies_in_its_memory(lm, truth, monkeypatch):
     """A copy after the program would delay the first token by 0.6 ms on a GPU."""
     kinds = set()

@@ -461,6 +461,7 @@ def test_command_line(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["schema"] == record.SCHEMA
 
 
+@pytest.mark.slow
 def test_importing_starts_no_back_end():
     code = (
         "import fdjax.bench, fdjax.bench.__main__, sys; assert 'jax' not in sys.modules;"

@@ -162,6 +162,7 @@ def test_nothing_is_counted_where_nothing_is_known(monkeypatch, partly):
     assert not any(key.startswith("distinct") for key in costs)
 
 
+@pytest.mark.slow
 def test_a_dense_model_makes_no_pass(monkeypatch):
     lm = random_lm(config_of("llama3_gqa_tied"))
     monkeypatch.setattr(experts, "one_pass_program", None)

@@ -65,6 +65,7 @@ def test_cache_over_prompts(plots, tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("quick_compiles")
+@pytest.mark.slow
 def test_attention_of_beams_is_that_of_their_own_slots():
     shape = segment_attention.Shape(2, beams=3, heads=2, d=16, prompt=128, response=128)
     case = segment_attention.case(shape, {"xla": "xla"})

@@ -216,6 +216,7 @@ def test_a_small_run(tmp_path, monkeypatch):
     assert set(record["prefix"]["ratios"]["step"]) == {"2x1024"}
 
 
+@pytest.mark.slow
 def test_one_part_of_the_prefix_cache_alone(tmp_path, monkeypatch):
     config, output = tmp_path / "config.json", tmp_path / "record.json"
     config.write_text(json.dumps(CONFIG | {"num_hidden_layers": 1}))

@@ -58,6 +58,7 @@ def test_a_small_run(config, tmp_path, monkeypatch):
     assert (plain - int8 == tokens * 2 * 2 * (16 * 4 - (16 + 4))).all()
 
 
+@pytest.mark.slow
 def test_a_call_reads_its_context(monkeypatch):
     """Every row ends at its context, and has its own pages if there are pages."""
     seen = []

@@ -124,6 +124,7 @@ def test_answers_without_sound_settings_are_left_alone(files, capsys, tmp_path, 
     assert "exists without out.jsonl.run.json, its settings" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_answers_of_other_weights_are_not_mixed(files, by_default, capsys, tmp_path):
     folder = shutil.copytree(by_default, tmp_path / "model")
     assert run(files, "--model", str(folder)) == 0

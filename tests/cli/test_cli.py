@@ -113,6 +113,7 @@ def is_one_line(err: str) -> bool:
 
 
 @pytest.mark.usefixtures("lm")  # the command's model has the same programs
+@pytest.mark.slow
 def test_the_first_command_answers(run):
     assert run("generate", QUESTION) == (0, ANSWER + "\n", "")
 
@@ -126,6 +127,7 @@ def test_a_byte_order_mark_is_no_part_of_a_prompt(run, lm, loaded, monkeypatch):
     assert run("generate", stdin=codecs.BOM_UTF8 + b"hi") == (0, "hi\n", "")
 
 
+@pytest.mark.slow
 def test_json_is_one_line_and_complete(run, loaded):
     code, out, err = run("generate", "--json", QUESTION)
     assert (code, err, out.count("\n")) == (0, "", 1)

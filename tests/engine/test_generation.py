@@ -202,6 +202,7 @@ def test_forward_takes_no_notice_of_padding(lm):
         np.testing.assert_allclose(row[:length], want, rtol=0, atol=1e-4 * np.abs(want).max())
 
 
+@pytest.mark.slow
 def test_only_last_tokens_go_through_the_end_of_the_last_block():
     def flops(layers):
         config = dict(num_hidden_layers=layers, hidden_size=64, intermediate_size=1024)

@@ -554,6 +554,7 @@ def test_an_interrupt_keeps_what_is_complete(lm, monkeypatch, after):
     assert lm.generate(ids[0], max_new_tokens=1, **OPTIONS).tokens == whole.tokens[:1]
 
 
+@pytest.mark.slow
 def test_a_prompt_that_fails_has_an_error_and_the_others_their_answers(lm):
     def refuse(tokens):
         raise KeyError("mine")
@@ -574,6 +575,7 @@ def test_a_prompt_that_fails_has_an_error_and_the_others_their_answers(lm):
         lm.generate_iter(["Hello"], temperature=-1)
 
 
+@pytest.mark.slow
 def test_a_score_of_another_thread_may_drop_the_state_that_a_call_takes(lm, load, monkeypatch):
     other = load()
     open_pool = other.engine._open_pool
@@ -690,6 +692,7 @@ def test_a_result_does_not_change(lm):
     assert repr(stream) == "TextStream(30 tokens)"
 
 
+@pytest.mark.slow
 def test_a_criterion_reads_its_own_request(lm):
     found = []
 
@@ -707,6 +710,7 @@ def test_a_criterion_reads_its_own_request(lm):
     assert repr(request) == "RunningRequest(ended, 9 tokens)"
 
 
+@pytest.mark.slow
 def test_a_call_inside_a_trace_leaves_others_alone(lm):
     whole = lm.generate("Once", max_new_tokens=30, **OPTIONS)
     stream = lm.stream("Once", max_new_tokens=30, **OPTIONS)

@@ -88,6 +88,7 @@ BUDGETS = st.lists(st.sampled_from([1, 128, 600, 2048, math.inf]), min_size=1, m
     st.booleans(),
     st.data(),
 )
+@pytest.mark.slow
 def test_every_token_is_computed_once_and_in_order(lengths, spare, budgets, on_cpu, data):
     batch = len(lengths) + spare
     queue = packed(lengths, batch, on_cpu=on_cpu)

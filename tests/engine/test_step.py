@@ -113,6 +113,7 @@ def test_prefill_of_a_stacked_cache_is_that_of_its_layers():
         assert jax.tree.all(jax.tree.map(np.array_equal, (of_layers, got), (apart, want)))
 
 
+@pytest.mark.slow
 def test_layers_of_a_stacked_cache_share_a_lowering():
     model, first, _ = programs(layers=4)
     sampling = jax.tree.map(jnp.asarray, per_row([GenerationConfig()], 1))
@@ -171,6 +172,7 @@ def test_a_finished_row_waits_for_the_others():
     assert after.lengths.tolist() == [PROMPT + 1, PROMPT + 3]
 
 
+@pytest.mark.slow
 def test_nothing_runs_once_every_row_has_finished():
     state, sampling = two_rows(1, 1)
     assert state.finished.all()

@@ -309,6 +309,7 @@ def fp8_experts(folder):
     return tensors, exact
 
 
+@pytest.mark.slow
 def test_experts_of_a_quantised_checkpoint_stay_quantised(tmp_path):
     tensors, exact = fp8_experts(tmp_path / "fp8")
     safetensors.numpy.save_file(tensors, tmp_path / "fp8" / "model.safetensors")

@@ -186,6 +186,7 @@ def test_alibi_against_float64(heads):
     np.testing.assert_allclose(o[0], want, rtol=0, atol=2e-5 * np.abs(want).max())
 
 
+@pytest.mark.slow
 def test_interleaved_rows_come_back():
     layout = GroupedQKV(2, 2, 8, interleaved=6)
     rng = np.random.default_rng(0)
@@ -391,6 +392,7 @@ def test_every_damage_names_the_tensor(case, damaged, tmp_path):
 
 
 @pytest.mark.parametrize("case", ["gpt2", "bloom", "opt"])
+@pytest.mark.slow
 def test_a_checkpoint_saved_without_its_head_lacks_the_first_part_of_names(case, damaged):
     def shortened(tensors):
         return {name.partition(".")[2]: value for name, value in tensors.items()}

@@ -584,7 +584,7 @@ class TestBatchInvariant:
         [
             pytest.param(Decode(dtype="bfloat16"), marks=pytest.mark.slow),
             pytest.param(Decode(group=1), marks=pytest.mark.slow),
-            Decode(t=3, window=50, alibi=True),
+            pytest.param(Decode(t=3, window=50, alibi=True), marks=pytest.mark.slow),
             Prefill(dtype="bfloat16", soft_cap=4.0, d=80),
         ],
         ids=str,
@@ -598,12 +598,13 @@ class TestBatchInvariant:
             for name, a, b in zip(("o", "lse"), part, full, strict=True):
                 assert_same_bits(a, b[picked], f"{name} of rows {picked}")
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("width", "dtype", "masks"),
         [
-            pytest.param(128, "float32", {}, marks=pytest.mark.slow),
+            (128, "float32", {}),
             (16, "float32", dict(soft_cap=4.0)),
-            pytest.param(128, "bfloat16", {}, marks=pytest.mark.slow),
+            (128, "bfloat16", {}),
             (128, "bfloat16", dict(window=100, alibi=True)),
         ],
     )

@@ -121,6 +121,7 @@ def test_interpreted_where_the_last_block_is_larger_than_what_it_holds(group):
         pytest.param(dict(window=30), id="window", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_interpreted_where_a_split_begins_past_the_cache(masks):
     config = DecodeAttentionConfig(splits=2, block_kv=128, stages=2)
     _check(_operands([0, 5, 72], s=72), interpreted, config=config, masks=masks)
@@ -138,6 +139,7 @@ def test_tiles_hold_all_query_rows():
     "config",
     [pytest.param(ONE, id="one", marks=pytest.mark.slow), pytest.param(SPLIT, id="split")],
 )
+@pytest.mark.slow
 def test_scores_outside_the_safe_range(config):
     operands = _out_of_range()
     o = _check(operands, interpreted, config=config)

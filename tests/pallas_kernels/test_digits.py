@@ -46,6 +46,7 @@ def test_the_error_is_less_than_that_of_rounding_the_largest(rows):
     assert (error < 2.0**-14 * largest).all()
 
 
+@pytest.mark.slow
 def test_rows_without_values_and_without_numbers():
     x = np.zeros((4, 2 * BRICK), np.float32)
     x[1, 3] = 1e-38  # counts as 0
@@ -58,6 +59,7 @@ def test_rows_without_values_and_without_numbers():
 
 
 @pytest.mark.parametrize("kind", ["int4", "int8"])
+@pytest.mark.slow
 def test_digits_are_in_the_order_of_bricks(kind):
     """Products of bytes as the tensor cores form them: four of a word with four of another."""
     rng = np.random.default_rng(0)

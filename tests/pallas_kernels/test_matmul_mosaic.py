@@ -106,7 +106,7 @@ def slow(*values):
         (dict(m=8, k=192, n=192), FlatGemmConfig(128, 128, 2)),  # partial blocks of K and of N
         (dict(m=5, k=448, n=64, **ALL), SMALL),
         slow(dict(m=72, k=192, n=64), SMALL),  # two blocks of rows
-        (dict(m=100, k=192, n=64, **ALL), TALL),  # one block of rows
+        slow(dict(m=100, k=192, n=64, **ALL), TALL),  # one block of rows
         slow(dict(m=136, k=64, n=64, residual=True), TALL),
         (dict(m=12, k=128, n=64, **ALL), SMALL),  # two groups of rows
         slow(dict(m=9, k=64, n=64, residual=True), SMALL),  # three groups of equal size
@@ -120,7 +120,9 @@ def slow(*values):
             dict(m=7, k=128, n=64, norm="layer without bias"), SMALL
         ),  # no spare rows: one tile more
         slow(dict(m=12, k=128, n=64, **UP), SMALL),  # two groups of rows
-        (dict(m=1, k=320, n=32, norm=True, bias=True), SMALL),  # a block without all its columns
+        slow(
+            dict(m=1, k=320, n=32, norm=True, bias=True), SMALL
+        ),  # a block without all its columns
         slow(dict(m=8, k=64, n=8, residual=True), SMALL),
     ],
     ids=str,

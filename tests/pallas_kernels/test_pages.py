@@ -91,7 +91,7 @@ def _check_append(run, qkv, k, v, rows):
     [
         ([1, 128, 129, 384], 1, 64, {}),
         pytest.param([0, 127, 300], 1, 128, {}, marks=pytest.mark.slow),
-        ([16, 200], 16, 128, {}),
+        pytest.param([16, 200], 16, 128, {}, marks=pytest.mark.slow),
         pytest.param([40, 384, 256], 1, 64, MASKS, marks=pytest.mark.slow),
     ],
     ids=str,

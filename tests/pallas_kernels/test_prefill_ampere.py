@@ -108,6 +108,7 @@ def test_interpreted(interpreted):
     _check(operands, interpreted, config=SMALL)
 
 
+@pytest.mark.slow
 def test_interpreted_with_every_mask(interpreted):
     masks = dict(window=50, soft_cap=5.0, alibi=alibi_slopes(2))
     _check(_operands([130], [60], t=70), interpreted, config=LARGE, masks=masks)

@@ -52,7 +52,7 @@ interpreted = functools.partial(run, interpret=INTERPRET)
     [
         slow(dict(m=270, k=192, n=192), ALONE),  # rows and columns past the end
         (dict(m=130, k=1216, n=64, gate="silu", residual=True), ALONE),  # twice around the ring
-        (dict(m=97, k=128, n=320, residual=True, **UP), PromptGemmConfig(192, 1, 1)),
+        slow(dict(m=97, k=128, n=320, residual=True, **UP), PromptGemmConfig(192, 1, 1)),
         slow(dict(m=520, k=64, n=128, bias=True), PromptGemmConfig(128, 1, 3)),  # two groups
         slow(dict(m=64, k=128, n=192, dtype=jnp.float16, **ALL), PromptGemmConfig(256, 1)),
     ],
@@ -89,6 +89,7 @@ def test_interpreted_layer_and_fp32_result():
     check_product(y, operands)
 
 
+@pytest.mark.slow
 def test_a_wider_residual_is_added_afterwards():
     operands = product_operands(9, 64, 64, residual=True)
     wide = operands | {"residual": operands["residual"].astype(np.float32)}

@@ -289,17 +289,12 @@ def test_interpreted_without_races(case, config):
     [
         # The last tile of a block and the first of the next are in the same place before copies.
         (Case(m=72, k=192, n=320, residual=True, bias=True, layer=True), (2, 24, 2, 2)),
-        pytest.param(
-            *(Case("int8", 64, 40, k=320, n=320, gate="silu"), (2, 16, 1, 3)),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            *(Case("fp8", 64, 40, k=64, n=320, residual=True), (2, 16, 1, 2)),
-            marks=pytest.mark.slow,
-        ),
+        (Case("int8", 64, 40, k=320, n=320, gate="silu"), (2, 16, 1, 3)),
+        (Case("fp8", 64, 40, k=64, n=320, residual=True), (2, 16, 1, 2)),
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_interpreted_blocks_with_several_tiles(case, config, monkeypatch):
     monkeypatch.setattr(tall_gemm, "MULTIPROCESSORS", 2)
     check(case, TallGemmConfig(*config), interpret=INTERPRET)

@@ -55,6 +55,7 @@ def rows_of(cache: QuantisedCache, row: int) -> np.ndarray:
         pytest.param(256, "bfloat16", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_live_slots_are_dequantised_and_others_are_not_read(d, dtype):
     k, v = pool(d, dtype=dtype), pool(d, dtype=dtype, seed=1)
     *found, pages = widened_pages(k, v, LENGTHS, pages=PAGES, layer=1, interpret=INTERPRET)

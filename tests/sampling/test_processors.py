@@ -86,6 +86,7 @@ def test_edits_are_those_of_transformers():
     assert changed.mean() > 0.7
 
 
+@pytest.mark.slow
 def test_what_is_drawn_from_is_that_of_transformers():
     e = expected()
     temperature = e["temperature"][:, None]
@@ -162,6 +163,7 @@ def test_presence_frequency_and_bias_follow_their_formulas():
     st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=48), min_size=4, max_size=4),
     st.lists(st.integers(0, MAX_NGRAM), min_size=4, max_size=4),
 )
+@pytest.mark.slow
 def test_no_ngram_comes_twice(histories, sizes):
     ids = np.zeros((4, 48), np.int32)
     for row, history in zip(ids, histories, strict=True):

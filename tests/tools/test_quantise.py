@@ -117,6 +117,7 @@ def test_groups_of_zeros_and_single_weights():
     np.testing.assert_allclose(dequantised(codes, FP8, 64), weight, rtol=2**-8)
 
 
+@pytest.mark.slow
 def test_rows_are_quantised_alike_in_parts(monkeypatch):
     """With the factors of rows and columns; a word may have room for more codes than are left."""
     rng = np.random.default_rng(0)
@@ -162,6 +163,7 @@ def test_texts_are_observed_alike_in_any_number_at_once(monkeypatch):
             np.testing.assert_allclose(inputs.square, square, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_search_of_scales_knows_what_is_rounded():
     """With a power of 0, inputs and weights are rounded as they are."""
     rng = np.random.default_rng(0)
@@ -391,6 +393,7 @@ def test_what_transformers_cannot_load_is_said(tmp_path, capsys):
     assert "transformers cannot load this model: it only quantises" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_chat_templates_are_copied(tmp_path):
     source, output = tmp_path / "source", tmp_path / "out"
     shutil.copytree(FIXTURES / "llama3_gqa_tied", source)
@@ -928,6 +931,7 @@ def test_weights_that_are_stored_transposed(bits, tmp_path):
 
 
 @pytest.mark.parametrize("case", ["gptj", pytest.param("gpt_neox", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_masks_of_old_checkpoints_are_left_out(case, tmp_path):
     """Published checkpoints of these families have a mask of booleans in each layer."""
     folder, output = tmp_path / "in", tmp_path / "out"

@@ -130,6 +130,7 @@ def test_nothing_to_score_has_no_perplexity():
         *(pytest.param(n, marks=pytest.mark.soak) for n in (1, 32)),
     ],
 )
+@pytest.mark.slow
 def test_a_long_text_is_seen_through_a_window(stride):
     lm, text = load(max_len=64), texts()[3]
     assert len(text) > 64

@@ -186,6 +186,7 @@ def test_chains_have_no_place_for_biases(fake, config):
     assert not list(measure_chain(parse_config(config), [2], runs=3))
 
 
+@pytest.mark.slow
 def test_no_chain_is_measured_that_cannot_run(fake, monkeypatch):
     fake[CHAINS[0]] = None
     assert not list(measure_chain(parse_config(LLAMA), [2], runs=3))

@@ -107,6 +107,7 @@ def test_nothing_is_measured_that_the_kernels_cannot_run(us):
     assert list(measure_experts(small("mixtral-8x7b", intermediate_size=96), [1], runs=3)) == []
 
 
+@pytest.mark.slow
 def test_xla_remains_where_it_is_as_fast(us):
     us |= dict.fromkeys(CANDIDATES, 19.9)
     (entry,) = measure_experts(small("mixtral-8x7b"), [1], runs=3)
