@@ -4,7 +4,7 @@ Where nothing was measured, the first implementation of an op that can run and w
 accepts the shape runs it.
 """
 
-from fdjax.pallas_kernels import all_reduce, attention, experts, gemm, layers
+from fdjax.pallas_kernels import all_reduce, attention, experts, gemm, layers, truncation
 
 IMPLEMENTATIONS = (
     *gemm.MATMUL,
@@ -15,4 +15,5 @@ IMPLEMENTATIONS = (
     *attention.DECODE_ATTENTION,
     *attention.PREFILL_ATTENTION,
     *attention.SHARED_PAGES,
+    *truncation.TRUNCATE,
 )

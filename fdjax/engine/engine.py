@@ -606,11 +606,10 @@ class Engine:
         It takes the logits, the state without its cache, and the other arguments as `HostArrays`.
         Results other than the state are returned in the host's memory.
         """
-        invariant, ranks = self.model.plan.batch_invariant, self.model.ranks
-        name = "first_tokens", processors, beams, invariant, ranks
+        name, plan = ("first_tokens", processors, beams), self.model.plan
         if (key := (*name, self.place)) not in self.programs:
             state_def = jax.tree.structure(without_cache(abstract_state(self.local, beams=beams)))
-            static = {"processors": processors, "batch_invariant": invariant}
+            static = {"processors": processors, "plan": plan}
 
             def run_local(logits, state, host):
                 state = jax.tree.unflatten(state_def, state)
@@ -628,7 +627,11 @@ class Engine:
                 return "first tokens of {} rows, vocabulary of {}".format(*logits.shape)
 
             self.programs[key] = self._compiled(
-                run, describe, name, compiler_options(step.first_tokens), not processors.custom
+                run,
+                describe,
+                (name, plan, self.model.ranks),
+                compiler_options(step.first_tokens),
+                stored=not processors.custom,
             )
         return self.programs[key]
 

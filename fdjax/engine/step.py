@@ -84,7 +84,7 @@ def prefill(
     return first_tokens(
         *(state, logits, sampling, final, rows),
         processors=processors,
-        batch_invariant=model.plan.batch_invariant,
+        plan=model.plan,
     )
 
 
@@ -207,7 +207,7 @@ def first_tokens(
     everyone: Sampling | None = None,
     *,
     processors: Processors = Processors(),
-    batch_invariant: bool = False,
+    plan: Plan | None = None,
 ) -> tuple[DecodeState, Array, Logprobs | None, *tuple[BeamResults, ...]]:
     """Choose a first token for each prompt that has ended.
 
@@ -221,7 +221,7 @@ def first_tokens(
         row's cache was computed again; default 0.
       everyone: the options of all rows of the batch, [B, ...]; needed if the state has beams.
       processors: the active processors.
-      batch_invariant: see `next_tokens`.
+      plan: see `next_tokens`.
 
     Returns:
       (state, first tokens [R] int32, their log-probabilities or None). A first token is -1 if the
@@ -235,7 +235,7 @@ def first_tokens(
     steps = jnp.zeros((r,), jnp.int32) if generated is None else generated
     ends = progress[0]
     first, logprobs, *scores = _next_tokens(
-        state, logits, sampling, own_ids, ends, steps, processors, batch_invariant
+        state, logits, sampling, own_ids, ends, steps, processors, plan
     )
     finished = _is_final(first, steps + 1, sampling)
     updated = pack_progress(ends, jnp.maximum(first, 0), steps + 1, finished)
@@ -376,7 +376,7 @@ def decode_steps(
         chosen, chosen_logprobs, *scores = _next_tokens(
             *(state, logits, sampling, ids, state.lengths + 1, state.steps),
             processors,
-            model.plan.batch_invariant,
+            model.plan,
         )
         active = ~state.finished
         if beams is not None:
@@ -434,12 +434,10 @@ def decode_steps(
     return state, tokens, logprobs, *results
 
 
-def _next_tokens(state, logits, sampling, ids, lengths, steps, processors, batch_invariant):
+def _next_tokens(state, logits, sampling, ids, lengths, steps, processors, plan):
     """`next_tokens`, or `next_tokens_and_scores` if the state has beams."""
     choose = next_tokens if state.beams is None else next_tokens_and_scores
-    return choose(
-        *(logits, sampling, ids, lengths, steps, processors), batch_invariant=batch_invariant
-    )
+    return choose(logits, sampling, ids, lengths, steps, processors, plan=plan)
 
 
 def _with_own_slots(state: DecodeState) -> DecodeState:

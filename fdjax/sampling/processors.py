@@ -4,11 +4,10 @@ The formulas are those of transformers, or those of vLLM if transformers lacks t
 that does not use an option keeps its logits bit for bit. The device skips edits that no row uses.
 """
 
-from collections.abc import Callable
-
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
+from fdjax.pallas_kernels.where_asked import where_asked
 from fdjax.sampling.values import Sampling
 
 # The longest `no_repeat_ngram_size`.
@@ -61,14 +60,6 @@ def edit_logits(
     logits = where_asked(counted, penalise_frequency, logits)
     logits = where_asked(sampling.no_repeat_ngram_size > 0, ban_ngrams, logits)
     return where_asked(sampling.bad_words >= 0, ban_words, logits)
-
-
-def where_asked[T](asked: Array, change: Callable[[T], T], values: T) -> T:
-    """`change(values)` if `asked` is true for any row, else `values`.
-
-    `change` must not alter the other rows.
-    """
-    return lax.cond(jnp.any(asked), change, lambda values: values, values)
 
 
 def _counts(ids, counted, v):

@@ -12,9 +12,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from fdjax.pallas_kernels.dispatch import Dispatch
 from fdjax.pallas_kernels.row_tiles import in_row_tiles
+from fdjax.pallas_kernels.truncation import truncate
+from fdjax.pallas_kernels.where_asked import where_asked
 from fdjax.sampling.callbacks import called
-from fdjax.sampling.processors import edit_logits, where_asked
+from fdjax.sampling.processors import edit_logits
 from fdjax.sampling.values import Sampling
 
 # (ids [B,S] int32, lengths [B] int32, scores [B,V] fp32) → scores [B,V] fp32. The first `lengths`
@@ -104,7 +107,7 @@ def next_tokens(
     steps: Array,
     processors: Processors,
     *,
-    batch_invariant: bool = False,
+    plan: Dispatch | None = None,
 ) -> tuple[Array, Logprobs | None]:
     """Choose the next token of each row.
 
@@ -120,7 +123,8 @@ def next_tokens(
       lengths: [B] int32 number of tokens in the row.
       steps: [B] int32 number of tokens generated so far.
       processors: the active processors.
-      batch_invariant: whether log-probabilities must be equal to the last bit for all B below 128.
+      plan: chooses the implementation of `truncate`, and whether log-probabilities must be equal to
+        the last bit for all B below 128.
 
     Returns:
       (tokens [B] int32, where `NOT_FINITE` and `ALL_FORBIDDEN` mark errors; their `Logprobs`, or
@@ -137,12 +141,12 @@ def next_tokens(
         finite &= best < jnp.inf
         tokens = jnp.where(best == -jnp.inf, ALL_FORBIDDEN, tokens)
     if processors.sample:
-        drawn = _sample(scores, sampling, steps, processors)
+        drawn = _sample(scores, sampling, steps, processors, plan)
         tokens = jnp.where((sampling.temperature > 0) & (tokens >= 0), drawn, tokens)
     tokens = jnp.where(finite, tokens, NOT_FINITE)
     if not processors.logprobs:
         return tokens, None
-    return tokens, _logprobs(logits, tokens, sampling, batch_invariant)
+    return tokens, _logprobs(logits, tokens, sampling, _is_invariant(plan))
 
 
 class BeamScores(NamedTuple):
@@ -168,7 +172,7 @@ def next_tokens_and_scores(
     steps: Array,
     processors: Processors,
     *,
-    batch_invariant: bool = False,
+    plan: Dispatch | None = None,
 ) -> tuple[Array, Logprobs | None, BeamScores]:
     """`next_tokens` for a batch with beams, and the scores for the beams.
 
@@ -178,22 +182,22 @@ def next_tokens_and_scores(
     """
     beam = (sampling.num_beams > 1)[:, None]
     finite = jnp.isfinite(first_best(logits)[0])
-    largest, log_sum = _log_total(logits, batch_invariant)
+    largest, log_sum = _log_total(logits, _is_invariant(plan))
     scores = jnp.where(beam, (logits - largest) - log_sum, logits)
     scores = order = _edited(scores, sampling, ids, lengths, steps, processors)
     best, _ = first_best(scores)
     finite &= best < jnp.inf
     if processors.sample:
-        scores, order = _noisy(scores, best, beam, sampling, steps, processors)
+        scores, order = _noisy(scores, best, beam, sampling, steps, processors, plan)
     tokens = jnp.where(best == -jnp.inf, ALL_FORBIDDEN, first_best(order)[1])
     tokens = jnp.where(finite, tokens, NOT_FINITE)
     logprobs = None
     if processors.logprobs:
-        logprobs = _logprobs(logits, tokens, sampling, batch_invariant)
+        logprobs = _logprobs(logits, tokens, sampling, _is_invariant(plan))
     return tokens, logprobs, BeamScores(scores, order, finite)
 
 
-def _noisy(scores, best, beam, sampling, steps, processors):
+def _noisy(scores, best, beam, sampling, steps, processors, plan):
     """The scores with temperature and noise in sampled rows; `best` [B] are the largest scores."""
     drawn = (sampling.temperature > 0)[:, None]
     temperature = jnp.where(drawn, sampling.temperature[:, None], 1.0)
@@ -201,7 +205,7 @@ def _noisy(scores, best, beam, sampling, steps, processors):
     if processors.truncate:
         ends = jnp.sum(sampling.stop_tokens >= 0, axis=-1, dtype=jnp.int32)
         least = jnp.where(beam[:, 0], jnp.maximum(2, 1 + ends), 1)
-        kept = _truncate(relative, sampling, least)
+        kept = truncate(relative, *_rules(sampling), least=least, plan=plan)
     # Sums of scores of beams are compared, so the scores of beams are not made relative to `best`.
     tempered = jnp.where(beam, scores / temperature, relative)
     scores = jnp.where(drawn, jnp.where(kept > -jnp.inf, tempered, -jnp.inf), scores)
@@ -249,12 +253,12 @@ def first_best(scores: Array) -> tuple[Array, Array]:
     return lax.reduce((scores, tokens), nothing, larger, (scores.ndim - 1,))
 
 
-def _sample(scores, sampling, steps, processors):
+def _sample(scores, sampling, steps, processors, plan):
     temperature = jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)
     # The maximum is subtracted first, so a tiny temperature gives -inf but never +inf.
     scores = (scores - jnp.max(scores, axis=-1, keepdims=True)) / temperature[:, None]
     if processors.truncate:
-        scores = _truncate(scores, sampling)
+        scores = truncate(scores, *_rules(sampling), plan=plan)
 
     def draw(seed, index, step, scores):
         return jax.random.categorical(_key(seed, index, step), scores, mode="low")
@@ -265,84 +269,19 @@ def _sample(scores, sampling, steps, processors):
     return tokens.astype(jnp.int32)
 
 
+def _rules(sampling):
+    """The arguments of `truncate`."""
+    return sampling.top_k, sampling.top_p, sampling.min_p, sampling.typical_p
+
+
+def _is_invariant(plan):
+    return plan is not None and plan.batch_invariant
+
+
 def _key(seed, index, step):
     """The random key of a row, from its options and its number of tokens."""
     key = jax.random.key(seed, impl=_GENERATOR)
     return jax.random.fold_in(jax.random.fold_in(key, index), step)
-
-
-def _truncate(scores, sampling, least=None):
-    """Set the scores of tokens that must not be drawn to -inf. The largest score must be 0.
-
-    Each rule keeps at least `least` [B] tokens, by default 1.
-    """
-    top_k, top_p = sampling.top_k, sampling.top_p
-    min_p, typical_p = sampling.min_p, sampling.typical_p
-
-    def or_first(kept, scores, distance):
-        if least is None:
-            return kept
-        ones = jnp.ones_like(scores)
-        return jnp.maximum(kept, _keep_first(scores, distance, ones, least.astype(jnp.float32)))
-
-    def keep_top_k(scores):
-        limit = jnp.where(top_k > 0, top_k, scores.shape[-1]).astype(jnp.float32)
-        kept = _keep_first(scores, -scores, jnp.ones_like(scores), limit)
-        return or_first(kept, scores, -scores)
-
-    def keep_top_p(scores):
-        p = jnp.exp(scores)
-        limit = jnp.where(top_p < 1, top_p * jnp.sum(p, axis=-1), jnp.inf)
-        return or_first(_keep_first(scores, -scores, p, limit), scores, -scores)
-
-    def keep_min_p(scores):
-        kept = jnp.where(scores >= jnp.log(min_p)[:, None], scores, -jnp.inf)
-        return or_first(kept, scores, -scores)
-
-    def keep_typical(scores):
-        logp = jax.nn.log_softmax(scores, axis=-1)
-        p = jnp.exp(logp)
-        entropy = -jnp.sum(jnp.where(p > 0, p * logp, 0.0), axis=-1, keepdims=True)
-        limit = jnp.where(typical_p < 1, typical_p, jnp.inf)
-        distance = jnp.abs(logp + entropy)
-        return or_first(_keep_first(scores, distance, p, limit), scores, distance)
-
-    scores = where_asked(top_k > 0, keep_top_k, scores)
-    scores = where_asked(top_p < 1, keep_top_p, scores)
-    scores = where_asked(min_p > 0, keep_min_p, scores)
-    return where_asked(typical_p < 1, keep_typical, scores)
-
-
-def _keep_first(scores, distance, weights, limit):
-    """Keep each token for which the tokens before it, by distance, weigh less than the limit.
-
-    It finds the greatest distance that is kept, digit by digit. Sorting would take many kernels,
-    and a library's sort cannot be part of a CUDA graph.
-
-    Args:
-      scores: [B, V] fp32.
-      distance: [B, V] fp32, at least 0. Small distances come first. Tokens at the same distance are
-        all kept or all dropped.
-      weights: [B, V] fp32, at least 0.
-      limit: [B] fp32. The first token is kept even if the limit is 0.
-
-    Returns:
-      [B, V] the scores, with -inf for dropped tokens.
-    """
-    limit = jnp.maximum(limit, jnp.finfo(jnp.float32).tiny)
-    # Non-negative floats have the same order as the integers of the same 31 bits.
-    keys = lax.bitcast_convert_type(jnp.abs(distance), jnp.int32)
-    last = jnp.zeros((scores.shape[0],), jnp.int32)
-    for shift in range(25, -1, -5):
-        digits = jnp.arange(2 ** (6 if shift == 25 else 5), dtype=jnp.int32)
-        # All digits run the same kernels, and each kernel takes time to compile.
-        last, shift = lax.optimization_barrier((last, jnp.int32(shift)))
-        ends = last[:, None] + (digits << shift)[None]
-        before = keys[:, None, :] < ends[:, :, None]
-        weight = jnp.sum(jnp.where(before, weights[:, None, :], 0.0), axis=-1)
-        digit = jnp.sum(weight < limit[:, None], axis=-1, dtype=jnp.int32) - 1
-        last += digit << shift
-    return jnp.where(keys <= last[:, None], scores, -jnp.inf)
 
 
 def _logprobs(logits, tokens, sampling, batch_invariant):

@@ -127,6 +127,13 @@ def all_reduce_cases() -> Iterator[tuple[str, dict[str, int], frozenset[str]]]:
         yield f"M{m} E{width} {ranks} devices {8 * itemsize} bit", shape, frozenset()
 
 
+def truncate_cases() -> Iterator[tuple[str, dict[str, int], frozenset[str]]]:
+    sizes = itertools.product((1, 256), (5, 128256, 151936, 163841), (False, True))
+    for b, v, least in sizes:
+        features = frozenset(["least"] if least else [])
+        yield f"B{b} V{v}{' least' * least}", dict(b=b, v=v), features
+
+
 def supported() -> dict[str, list[str]]:
     """Supported cases by op, implementation and the first compute capability that runs them."""
     found: dict[str, list[str]] = {}
@@ -139,6 +146,8 @@ def supported() -> dict[str, list[str]]:
             cases = list(experts_cases())
         elif i.op == "all_reduce":
             cases = list(all_reduce_cases())
+        elif i.op == "truncate":
+            cases = list(truncate_cases())
         elif i.op == "shared_pages":
             continue
         else:

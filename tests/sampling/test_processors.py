@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fdjax import GenerationConfig
+from fdjax.pallas_kernels import truncation as ops
 from fdjax.sampling.options import per_row
 from fdjax.sampling.processors import MAX_NGRAM, edit_logits
 from fdjax.sampling.sampler import (
@@ -20,7 +21,6 @@ from fdjax.sampling.sampler import (
     NOT_FINITE,
     Processors,
     _sample,
-    _truncate,
     next_tokens,
 )
 
@@ -30,7 +30,14 @@ V = 61
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 edit = jax.jit(edit_logits)
-truncate = jax.jit(_truncate)
+
+
+@jax.jit
+def truncate(scores, sampling):
+    rules = sampling.top_k, sampling.top_p, sampling.min_p, sampling.typical_p
+    return ops.truncate(scores, *rules)
+
+
 choose = jax.jit(next_tokens, static_argnums=5)
 
 
@@ -305,5 +312,5 @@ def test_a_sampled_row_is_never_given_a_forbidden_token():
     e = expected()
     scores = edited()
     rows = requests()
-    tokens = jax.jit(_sample, static_argnums=3)(scores, rows, e["steps"], ALL)
+    tokens = jax.jit(_sample, static_argnums=(3, 4))(scores, rows, e["steps"], ALL, None)
     assert np.isfinite(e["scores"][np.arange(len(scores)), np.asarray(tokens)]).all()
