@@ -236,6 +236,8 @@ def _choices(model: Model, batch: int, slots: int) -> Iterator[tuple[str, str, s
         asked += _sums(model, batch)
     asked += _attentions(model, "prefill_attention", batch, 512, slots)
     asked += _sums(model, 512 * batch)
+    size = {"b": batch, "v": model.config.vocab_size}
+    asked.append(_Asked("truncate", "B={b} V={v} top-k, top-p".format(**size), NO_FEATURES, size))
     for op, label, features, shape in asked:
         choice = model.plan.choose(op, features, **shape)
         yield op, label, choice.implementation, choice.source
