@@ -80,6 +80,15 @@ def test_tokens_in_float32(case, equal_ranks):
             np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4)
 
 
+def test_drawn_tokens_in_float32(equal_ranks):
+    options = {"temperature": [0.8, 1.2, 0.0], "top_k": [20, None, None], "top_p": [0.9, 0.7, 1.0]}
+    options |= {"seed": 3, "max_new_tokens": 24, "eos_token_id": None}
+    case = "hf/llama3_gqa_tied"
+    expected = load(case, 1, "float32").generate(PROMPTS, **options)
+    for ranks in counts():
+        assert load(case, ranks, "float32").generate(PROMPTS, **options).tokens == expected.tokens
+
+
 @functools.cache
 def large(ranks, sums=None):
     """Four layers of Llama 3 8B, with the same weights on up to 8 GPUs."""

@@ -170,12 +170,13 @@ def test_choices_are_those_of_the_plan_at_the_models_shapes():
         "down M=8 [14336,4096]",
         "head M=8 [4096,128256]",
     ]
-    layers, chain, decode, prefill = (c for c in facts.choices if c[0] != "matmul")
+    layers, chain, decode, prefill, limits = (c for c in facts.choices if c[0] != "matmul")
     assert layers[:2] == ("decode_layers", "M=8 S=16384 all layers of a decode step")
     assert layers[2:] == ("xla", "heuristic")
     assert chain == ("linear_chain", "M=8 out, gate_up, down, next qkv", "mosaic_gpu", "table")
     assert decode[:2] == ("decode_attention", "B=8 T=1 H=32 Hkv=8 S=16384 D=128")
     assert prefill[0] == "prefill_attention"
+    assert limits == ("truncate", "B=8 V=128256 top-k, top-p", "mosaic_gpu", "heuristic")
     assert {c[2] for c in facts.choices} <= {"xla", "cudnn", "mosaic_gpu"}
     sizes = {"b": 8, "t": 1, "h": 32, "hkv": 8, "s": 16384, "d": 128, "itemsize": 2, "masks": 0}
     choice = H100.choose("decode_attention", **sizes)
@@ -213,7 +214,7 @@ def test_one_launch_is_told_in_place_of_what_it_runs(batch, slots):
     head = ("matmul", f"head M={batch} [4096,128256]")
     if launched:
         prefill = "prefill_attention", f"B={batch} T=512 H=32 Hkv=8 S={slots} D=128"
-        assert others == [head, prefill]
+        assert others == [head, prefill, ("truncate", f"B={batch} V=128256 top-k, top-p")]
     else:
         assert {op for op, _ in others} >= {"linear_chain", "decode_attention"}
         assert [op for op, _ in others].count("matmul") == 5
