@@ -77,7 +77,7 @@ def rows_of(lms: dict[str, LM], prompts: list[list[int]], point: Point, args) ->
     return rows
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("config", nargs="?", type=Path, default=CONFIG, help="a config.json")
     parser.add_argument(
@@ -92,7 +92,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--output", type=output_file)
     parser.add_argument("--commit")
-    args = parser.parse_args(argv)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_args(argv)
     data = read_config(args.config)
     if args.layers:
         data["num_hidden_layers"] = args.layers
