@@ -205,7 +205,7 @@ def _noisy(scores, best, beam, sampling, steps, processors, plan):
     if processors.truncate:
         ends = jnp.sum(sampling.stop_tokens >= 0, axis=-1, dtype=jnp.int32)
         least = jnp.where(beam[:, 0], jnp.maximum(2, 1 + ends), 1)
-        kept = truncate(relative, *_rules(sampling), least=least, plan=plan)
+        kept = _limited(relative, sampling, plan, least)
     # Sums of scores of beams are compared, so the scores of beams are not made relative to `best`.
     tempered = jnp.where(beam, scores / temperature, relative)
     scores = jnp.where(drawn, jnp.where(kept > -jnp.inf, tempered, -jnp.inf), scores)
@@ -258,7 +258,7 @@ def _sample(scores, sampling, steps, processors, plan):
     # The maximum is subtracted first, so a tiny temperature gives -inf but never +inf.
     scores = (scores - jnp.max(scores, axis=-1, keepdims=True)) / temperature[:, None]
     if processors.truncate:
-        scores = truncate(scores, *_rules(sampling), plan=plan)
+        scores = _limited(scores, sampling, plan)
 
     def draw(seed, index, step, scores):
         return jax.random.categorical(_key(seed, index, step), scores, mode="low")
@@ -269,9 +269,10 @@ def _sample(scores, sampling, steps, processors, plan):
     return tokens.astype(jnp.int32)
 
 
-def _rules(sampling):
-    """The arguments of `truncate`."""
-    return sampling.top_k, sampling.top_p, sampling.min_p, sampling.typical_p
+def _limited(scores, sampling, plan, least=None):
+    """Set the scores of tokens that must not be drawn to -inf. The largest score must be 0."""
+    rules = sampling.top_k, sampling.top_p, sampling.min_p, sampling.typical_p
+    return truncate(scores, *rules, least=least, plan=plan)
 
 
 def _is_invariant(plan):
