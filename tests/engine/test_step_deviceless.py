@@ -228,6 +228,10 @@ def test_decode_steps_with_every_processor(tmp_path):
     )
     logits = 4 * 8 * model(False).config.vocab_size
     assert temp_bytes(compiled) <= 9 * logits
+    # As in `test_decode_steps`, and one kernel for the limits of all that is drawn.
+    layers = model(False).config.layers
+    calls = re.findall(r'custom_call_target="mosaic_gpu', compiled.as_text())
+    assert len(calls) == 1 + layers + (layers - 1) + 3 + 1 + 1
 
 
 def between_layers(compiled, count):

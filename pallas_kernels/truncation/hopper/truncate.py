@@ -72,8 +72,7 @@ def _fits(shape: Shape) -> str | None:
 
 
 def _run(scores, top_k, top_p, min_p, typical_p, least):
-    if least is not None:
-        raise ValueError("truncate: mosaic_gpu takes no `least`")
+    del least  # None, because this is no feature of the kernel
     return _launch(scores, top_k, top_p, min_p, typical_p)
 
 
