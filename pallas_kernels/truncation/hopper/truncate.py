@@ -2,7 +2,7 @@
 
 For each rule of its row, a cluster finds the largest distance from the likeliest token that is
 kept, two bits at a time: threads add up the weights of their tokens below three limits, and the
-cluster adds up the threads (`ClusterSums`). A rule that no row has costs nothing.
+cluster adds up the threads (`ClusterSums`). A row pays only for the rules that it has.
 
 It must read and write the scores, 8·B·V bytes. A rule takes 16 exchanges of a cluster, 0.5 us each,
 and 96 comparisons and additions for each token.
