@@ -450,6 +450,18 @@ def test_the_papers_are_held_against_records():
         assert [text for text in texts if text not in line] == [], technique
 
 
+def test_what_sampling_costs():
+    found = medians("sampled_steps_llama3_8b", "nvidia_h200")
+    text = text_of(ROOT / "docs" / "performance.md")
+    for name in ("greedy", "temperature", "top-p", "top-k and top-p"):
+        cells = [name]
+        for point in ("B1 P128", "B64 P128"):
+            of_case = found[f"decode step {point}, {name}"]
+            by_xla = f"{of_case['limits by XLA'] / 1e3:.2f} ms" if name.startswith("top") else ""
+            cells += [f"{of_case['fdjax'] / 1e3:.2f} ms", by_xla]
+        assert f"| {' | '.join(cells)} |".replace("  ", " ") in text
+
+
 def test_the_papers_name_the_figures_there_are():
     plots = pytest.importorskip("benchmarks.plots")
     text = text_of(ROOT / "docs" / "papers.md")
