@@ -39,6 +39,8 @@ _ALWAYS = 2**31 - 1
 _NOT_HONOURED = {
     "max_time": (),
     "num_beam_groups": (1,),
+    "diversity_penalty": (0, 0.0),
+    "renormalize_logits": (False,),
     "penalty_alpha": (),
     "guidance_scale": (1, 1.0),
     "sequence_bias": (),

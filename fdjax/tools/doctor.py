@@ -35,7 +35,7 @@ _FAST_CAPABILITY = (8, 0)
 _KNOBS = ("JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES")
 # Largest number of damaged programs named one by one. For more, the advice is to delete the cache.
 _NAMED = 3
-_INSTALL = "pip install -U 'jax[cuda13]'"
+_INSTALL = f"pip install 'jax[cuda13]=={jax.__version__}'"
 
 Status = Literal["ok", "note", "problem"]
 
