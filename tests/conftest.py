@@ -1,5 +1,6 @@
 """Settings of all tests: strict JAX promotion, no compile cache, reproducible Hypothesis."""
 
+import argparse
 import functools
 import gc
 import hashlib
@@ -120,10 +121,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def _part(text: str) -> tuple[int, int]:
-    part, parts = map(int, text.split("/"))
-    if not 1 <= part <= parts:
-        raise ValueError
-    return part, parts
+    part, _, parts = text.partition("/")
+    if not (part.isdecimal() and parts.isdecimal() and 1 <= int(part) <= int(parts)):
+        raise argparse.ArgumentTypeError(f"must be K/N with 1 <= K <= N, got {text!r}")
+    return int(part), int(parts)
 
 
 @pytest.hookimpl(trylast=True)  # of the tests that other options have selected

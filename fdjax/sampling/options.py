@@ -562,6 +562,8 @@ class GenerationConfig:
             return f"num_return_sequences must be at most num_beams ({beams}), got {n}"
         if not config.max_new_tokens:
             return f"max_new_tokens must be at least 1 with num_beams {beams}"
+        if 0 < config.temperature < _LEAST_OF_BEAMS:
+            return f"temperature must be 0 or at least {_LEAST_OF_BEAMS} with num_beams {beams}"
         for name in _NOT_WITH_BEAMS:
             if getattr(config, name) != OPTIONS[name].default:
                 return f"{name} cannot be combined with num_beams {beams}; set num_beams=1"
@@ -669,6 +671,8 @@ SAMPLED_OPTIONS = tuple(name for name, option in OPTIONS.items() if option.role 
 _EDITS = tuple(name for name, option in OPTIONS.items() if option.role == "edit")
 # Options of beam search.
 BEAM_OPTIONS = tuple(name for name, option in OPTIONS.items() if option.role == "beams")
+# The least temperature with beams, whose scores are sums of log-probabilities divided by it.
+_LEAST_OF_BEAMS = 1e-5
 # Options that follow the tokens of a row. A beam may drop tokens again, so it cannot have them.
 _NOT_WITH_BEAMS = ("stop_strings", "stopping_criteria", "return_logprobs", "return_reruns")
 

@@ -64,7 +64,9 @@ def per_prompt(
         raise TypeError(f"generate: config must be a GenerationConfig, got {config!r}")
     options = _known(options)
     fresh: list[int] = []
-    rows, named = [], set() if config.is_filled else set(config.given)
+    rows, named = [], set(config.given)
+    if config.is_filled:
+        named = {name for name in OPTIONS if getattr(config, name) != getattr(defaults, name)}
     # A configuration made from the defaults has their number of tokens, but does not ask for it.
     from_defaults = config.is_filled and config.max_new_tokens == defaults.max_new_tokens
     asks = "max_new_tokens" in config.given and not from_defaults

@@ -93,7 +93,7 @@ def truncate(
     """Set the scores of tokens that must not be drawn to -inf.
 
     The rules apply in the order of the arguments, each to what the one before has left. Tokens that
-    tie at a limit are all kept. The likeliest token is kept whatever the rules.
+    tie at a limit are all kept. At least one token is kept; typical_p may drop the likeliest.
 
     Args:
       scores: [B, V] fp32, logits after the temperature, the largest of each row 0. -inf is allowed.
@@ -121,8 +121,10 @@ def truncate(
         )
     b, v = scores.shape
     rules = {"top_k": top_k, "top_p": top_p, "min_p": min_p, "typical_p": typical_p}
+    if least is not None:
+        rules["least"] = least
     for name, value in rules.items():
-        dtype = jnp.dtype(jnp.int32 if name == "top_k" else jnp.float32)
+        dtype = jnp.dtype(jnp.int32 if name in ("top_k", "least") else jnp.float32)
         if value.shape != (b,) or value.dtype != dtype:
             got = f"{value.dtype}{list(value.shape)}"
             raise ValueError(f"truncate: {name} must be {dtype}[{b}], got {got}")

@@ -153,6 +153,9 @@ def test_what_is_refused():
         truncate(jnp.zeros((2, 5), jnp.bfloat16), **values)
     with pytest.raises(ValueError, match=r"top_k must be int32\[3\], got int32\[2\]"):
         truncate(jnp.zeros((3, 5)), **values)
+    for least in (jnp.ones(2), jnp.ones(1, jnp.int32)):
+        with pytest.raises(ValueError, match=r"least must be int32\[2\], got (float|int)32\["):
+            truncate(jnp.zeros((2, 5)), **values, least=least)
     with pytest.raises(ValueError, match=r"min_p must be float32\[2\], got int32\[2\]"):
         truncate(jnp.zeros((2, 5)), **values | {"min_p": jnp.zeros(2, jnp.int32)})
     with pytest.raises(

@@ -514,6 +514,21 @@ def test_an_option_without_effect_is_warned_of(lm, options):
 
 
 @pytest.mark.slow
+def test_a_configuration_made_from_the_defaults_is_warned_of(lm):
+    greedy = dataclasses.replace(lm.defaults, do_sample=False)
+    with pytest.warns(UserWarning, match="temperature: no effect, because do_sample is False"):
+        lm.generate([5], max_new_tokens=1, config=dataclasses.replace(greedy, temperature=1.5))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        lm.generate([5], max_new_tokens=1, config=greedy)
+
+
+def test_beams_take_no_tiny_temperature(lm):
+    with pytest.raises(ValueError, match="temperature must be 0 or at least 1e-05 with num_beams"):
+        lm.generate([5], max_new_tokens=3, num_beams=2, do_sample=True, temperature=1e-9)
+
+
+@pytest.mark.slow
 def test_what_was_chosen_is_not_warned_of(lm):
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fdjax.engine.generation import GenerationConfig, per_row
-from fdjax.sampling.sampler import NOT_FINITE, Processors, Sampling, next_tokens
+from fdjax.sampling.sampler import NOT_FINITE, Processors, Sampling, gumbel, next_tokens
 
 V = 23
 ROWS = 4000
@@ -148,13 +148,48 @@ def processed(logits, values: Sampling, steps) -> np.ndarray:
     return np.stack(rows)
 
 
-@jax.jit
-def draw(scores, seed, index, step):
-    def one(scores, seed, index, step):
+@functools.partial(jax.jit, static_argnums=3)
+def random_bits(seed, index, step, v):
+    def one(seed, index, step):
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), index), step)
-        return jax.random.categorical(key, scores)
+        return jax.random.bits(key, (v,), jnp.uint32)
 
-    return jax.vmap(one)(scores, seed, index, step)
+    return jax.vmap(one)(seed, index, step)
+
+
+def gumbel_in_float64(bits):
+    return -np.log(-np.log1p(-(np.asarray(bits, np.float64) + 0.5) / 2**32))
+
+
+def draw(scores, seed, index, step):
+    bits = random_bits(seed, index, step, scores.shape[1])
+    return np.argmax(scores + gumbel_in_float64(bits), axis=1)
+
+
+def test_noise_is_exact_for_the_smallest_and_largest_bits():
+    bits = np.uint32([0, 1, 2, 99, 2**23 + 1, 2**31, 2**32 - 2, 2**32 - 1])
+    found, want = np.asarray(jax.jit(gumbel)(bits)), gumbel_in_float64(bits)
+    assert np.isfinite(found).all() and found[0] > 22.8
+    # In fp32, the largest bits all stand for the largest number below 1.
+    np.testing.assert_allclose(found[:-2], want[:-2], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(found[-2:], -2.81, atol=0.01)
+
+
+@pytest.mark.slow
+def test_unlikely_tokens_of_a_large_vocabulary_are_drawn_as_often_as_they_should():
+    """With noise of 23 bits, they are drawn half as often."""
+    v, rows, calls = 2**17, 32, 125
+    likelihood = 1e-7 * (v - 1)  # of all but the first, together 1.3 %
+    logits = np.full((rows, v), np.log(1e-7 / (1 - likelihood)), np.float32)
+    logits[:, 0] = 0
+    tokens = [
+        choose(logits, sampling(rows, seed=np.arange(rows) + i * rows), NO_LENGTHS[:rows], SAMPLE)[
+            0
+        ]
+        for i in range(calls)
+    ]
+    drawn, expected = np.sum(np.stack(tokens) > 0), rows * calls * likelihood
+    assert abs(drawn - expected) < 3 * expected**0.5
 
 
 def expected_tokens(logits, values: Sampling, steps) -> np.ndarray:
@@ -426,7 +461,7 @@ def test_a_seed_draws_what_it_drew_in_other_processes_and_versions_of_jax():
     values = sampling(6, seed=[0, 1, 7, 2**32 - 1, 7, 7], sample_index=[0, 0, 0, 0, 1, 0])
     steps = np.array([0, 0, 0, 3, 0, 1], np.int32)
     drawn = [choose(logits, values, steps + i, SAMPLE)[0].tolist() for i in range(3)]
-    assert drawn == [[15, 10, 19, 6, 41, 5], [49, 36, 5, 14, 26, 39], [44, 3, 30, 3, 45, 6]]
+    assert drawn == [[23, 6, 37, 17, 34, 39], [16, 6, 1, 3, 6, 6], [49, 32, 16, 28, 15, 32]]
 
 
 def test_draws_do_not_follow_the_generator_that_jax_is_told_to_use():
