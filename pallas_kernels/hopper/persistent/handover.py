@@ -19,6 +19,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
 from fdjax.pallas_kernels.hopper.fragments import constant, element, i32
+from fdjax.pallas_kernels.hopper.packets import EXPECT, MAP, MEET, PREPARE, WAIT
 from fdjax.pallas_kernels.hopper.persistent.sizes import BRICK
 from fdjax.pallas_kernels.hopper.tiles import LAYOUT
 
@@ -29,13 +30,6 @@ _EACH = 4
 _BARRIERS = 2
 
 _SEND = "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [$0], {$1, $2, $3, $4}, [$5];"
-_EXPECT = "mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;"
-_WAIT = """{
-.reg .pred done;
-AGAIN:
-mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [$0], $1;
-@!done bra AGAIN;
-}"""
 
 # Indices of barriers: those of products and of attention.
 PRODUCTS, ATTENTION = range(_BARRIERS)
@@ -67,12 +61,8 @@ def start(memory: Any) -> None:
         first = arith.cmpi(arith.CmpIPredicate.eq, mgpu_utils.thread_idx(), constant(0))
         for i in range(_BARRIERS):
             at = mgpu_utils.getelementptr(mgpu_utils.memref_ptr(memory), [2 * i], i32())
-            mgpu_utils.inline_ptx("mbarrier.init.shared::cta.b64 [$0], 1;", at, predicate=first)
-        for code in (
-            "fence.mbarrier_init.release.cluster;",
-            "barrier.cluster.arrive.release.aligned;",
-            "barrier.cluster.wait.acquire.aligned;",
-        ):
+            mgpu_utils.inline_ptx(PREPARE, at, predicate=first)
+        for code in MEET:
             mgpu_utils.inline_ptx(code, has_side_effects=True, convergent=True)
 
     run(memory)
@@ -154,9 +144,7 @@ def send(memory: Any, values: Sequence[Array], to: Barrier, rank: Array, columns
         )
         barrier = mgpu_utils.getelementptr(mgpu_utils.memref_ptr(barriers), [2 * to.index], i32())
         place, barrier = (
-            mgpu_utils.inline_ptx(
-                "mapa.shared::cluster.u32 $0, $1, $2;", pointer, rank, result_types=i32()
-            )
+            mgpu_utils.inline_ptx(MAP, pointer, rank, result_types=i32())
             for pointer in (place, barrier)
         )
         column = arith.muli(arith.remui(_thread(), constant(4)), constant(2))
@@ -195,9 +183,9 @@ def receive(
         (before,) = before.registers.flat
         barrier = mgpu_utils.getelementptr(mgpu_utils.memref_ptr(barriers), [2 * at.index], i32())
         first = arith.cmpi(arith.CmpIPredicate.eq, _thread(), constant(0))
-        mgpu_utils.inline_ptx(_EXPECT, barrier, constant(packets * _BYTES), predicate=first)
+        mgpu_utils.inline_ptx(EXPECT, barrier, constant(packets * _BYTES), predicate=first)
         parity = arith.andi(before, constant(1))
-        mgpu_utils.inline_ptx(_WAIT, barrier, parity, has_side_effects=True)
+        mgpu_utils.inline_ptx(WAIT, barrier, parity, has_side_effects=True)
         mgpu_utils.warpgroup_barrier()
 
     run(at.memory, before)

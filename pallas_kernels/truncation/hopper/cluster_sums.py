@@ -16,6 +16,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, vector
 
 from fdjax.pallas_kernels.hopper.fragments import constant, i32
+from fdjax.pallas_kernels.hopper.packets import EXPECT, MAP, MEET, PREPARE, WAIT
 
 MOST = 8  # sums at once
 
@@ -23,13 +24,6 @@ _LANES = 32
 _WORD = 4  # bytes
 _BUFFERS = 2
 _SEND = "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [$0], $1, [$2];"
-_EXPECT = "mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;"
-_WAIT = """{
-.reg .pred done;
-AGAIN:
-mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [$0], $1;
-@!done bra AGAIN;
-}"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,12 +56,8 @@ class ClusterSums:
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
         def run(_, barrier):
             at = mgpu_utils.memref_ptr(barrier)
-            mgpu_utils.inline_ptx("mbarrier.init.shared::cta.b64 [$0], 1;", at, predicate=_is(0))
-            for code in (
-                "fence.mbarrier_init.release.cluster;",
-                "barrier.cluster.arrive.release.aligned;",
-                "barrier.cluster.wait.acquire.aligned;",
-            ):
+            mgpu_utils.inline_ptx(PREPARE, at, predicate=_is(0))
+            for code in MEET:
                 mgpu_utils.inline_ptx(code, has_side_effects=True, convergent=True)
 
         run(barrier)
@@ -108,16 +98,14 @@ class ClusterSums:
             at = arith.addi(arith.muli(at, constant(MOST)), which)
             at = mgpu_utils.getelementptr(mgpu_utils.memref_ptr(of_blocks), [at], i32())
             at, there = (
-                mgpu_utils.inline_ptx(
-                    "mapa.shared::cluster.u32 $0, $1, $2;", pointer, peer, result_types=i32()
-                )
+                mgpu_utils.inline_ptx(MAP, pointer, peer, result_types=i32())
                 for pointer in (at, barrier)
             )
             word = arith.bitcast(i32(), total)
             mgpu_utils.inline_ptx(_SEND, at, word, there, predicate=arith.andi(first, exists))
         expected = constant(self.blocks * MOST * _WORD)
-        mgpu_utils.inline_ptx(_EXPECT, barrier, expected, predicate=_is(0))
-        mgpu_utils.inline_ptx(_WAIT, barrier, parity, has_side_effects=True)
+        mgpu_utils.inline_ptx(EXPECT, barrier, expected, predicate=_is(0))
+        mgpu_utils.inline_ptx(WAIT, barrier, parity, has_side_effects=True)
         return self._added(of_blocks, parity, which, lane, self.blocks)
 
     @staticmethod
